@@ -1,0 +1,1 @@
+"""The tests of onecopy, and what they share."""
