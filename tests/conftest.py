@@ -1,0 +1,123 @@
+"""The command line options, the seed, sampling, and the pool of ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+# One thread here as in the ranks: the reference must add up in the same order as they do.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.pool import Pool
+
+T = TypeVar("T")
+Sampler = Callable[..., list[T]]
+
+try:
+    from hypothesis import settings
+except ImportError:
+    pass  # its tests skip with a reason
+else:
+    # No deadline: the machine may be busy. No database: a run depends on its seed alone.
+    settings.register_profile("onecopy", deadline=None, database=None, print_blob=True)
+    settings.load_profile("onecopy")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("onecopy")
+    group.addoption("--seed", type=int, help="repeat the random choices of an earlier run")
+    group.addoption("--all", action="store_true", help="every combination, and the slow tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(2**31)
+    if getattr(config.option, "hypothesis_seed", "") is None:
+        config.option.hypothesis_seed = str(config.option.seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"onecopy: --seed {config.option.seed}" + (" --all" if config.option.all else "")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.all:
+        return
+    skip = pytest.mark.skip(reason="slow: run by --all (make test-all)")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.sampled(names, combinations, n, always=())` parametrizes over a sample."""
+    for mark in metafunc.definition.iter_markers("sampled"):
+        names, combinations, n = mark.args
+        chosen = sample(
+            metafunc.config,
+            combinations,
+            n,
+            always=mark.kwargs.get("always", ()),
+            key=metafunc.definition.nodeid,
+        )
+        metafunc.parametrize(names, chosen)
+
+
+def sample(
+    config: pytest.Config, combinations: Iterable[T], n: int, *, always: Iterable[T], key: str
+) -> list[T]:
+    """The `always` ones and, up to n in all, others drawn by the seed; in their given order."""
+    every = list(combinations)
+    must = list(always)
+    unknown = [one for one in must if one not in every]
+    assert not unknown, f"not among the combinations: {unknown}"
+    if config.option.all:
+        return every
+    rest = [one for one in every if one not in must]
+    drawn = random.Random(f"{config.option.seed} {key}").sample(
+        rest, min(len(rest), max(0, n - len(must)))
+    )
+    return [one for one in every if one in must or one in drawn]
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The run's seed, for tests that draw something."""
+    value: int = request.config.option.seed
+    return value
+
+
+@pytest.fixture
+def sampled(request: pytest.FixtureRequest) -> Sampler[object]:
+    """`sampled(combinations, n, always=())`: a seeded sample, or all of them with --all."""
+
+    def choose(
+        combinations: Iterable[object], n: int, always: Sequence[object] = ()
+    ) -> list[object]:
+        return sample(request.config, combinations, n, always=always, key=request.node.nodeid)
+
+    return choose
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The session's rank processes: `pool.run(world_size, function, *arguments)`."""
+    ranks = Pool()
+    try:
+        yield ranks
+    finally:
+        ranks.close()

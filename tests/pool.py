@@ -1,0 +1,430 @@
+"""A pool of rank processes that live as long as the test session.
+
+Importing torch costs seconds and a test must not pay it once per rank: processes are started when
+first needed and then sent functions. Each call gets a process group of its own, on a store of its
+own that this process serves, so a test that breaks its group harms no other. A rank that hangs or
+dies is replaced.
+
+This module must not import torch at its top: a rank imports it before its own settings are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+MAX_RANKS = 4
+START_TIMEOUT = 180.0  # seconds: a first import of torch on a busy machine
+RANK_SEED = 1234
+RELEASE = b"release"
+REPOSITORY = Path(__file__).resolve().parent.parent
+RANK_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Without Gloo's notes on broken connections: tests break some on purpose.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+if sys.platform == "linux":
+    RANK_ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve where tests run
+
+
+class RankError(Exception):
+    """What went wrong on one rank: the exception there, by name, or the rank's death or hang."""
+
+    def __init__(self, rank: int, names: Sequence[str], message: str, trace: str = "") -> None:
+        super().__init__(rank, names, message, trace)
+        self.rank = rank
+        self.names = tuple(names)  # the exception's class and its bases, most derived first
+        self.message = message
+        self.trace = trace
+
+    @property
+    def type_name(self) -> str:
+        """The name of the exception's class, or "RankDied" or "RankHung"."""
+        return self.names[0]
+
+    def is_a(self, exception: type[BaseException] | str) -> bool:
+        """Whether the exception's class is or derives from this one."""
+        name = exception if isinstance(exception, str) else exception.__name__
+        return name in self.names
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.type_name}: {self.message}\n{self.trace}".rstrip()
+
+
+class RankFailed(Exception):
+    """At least one rank failed; `failures` holds one RankError for each that did."""
+
+    def __init__(self, failures: Sequence[RankError]) -> None:
+        super().__init__(failures)
+        self.failures = list(failures)
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(failure) for failure in self.failures)
+
+
+class UnexpectedWarning(Exception):
+    """Ranks warned in a call that did not ask for `record_warnings=True`."""
+
+
+@dataclass(frozen=True)
+class RankWarning:
+    """A warning as it was raised on a rank."""
+
+    category: str
+    message: str
+    where: str
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    rank: int
+    world_size: int
+    port: int
+    group_timeout: float
+
+
+@dataclass
+class _Rank:
+    """One process as seen from here."""
+
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    stacks: Path  # where the process writes its stacks when it is signalled or crashes
+
+    def receive(self) -> Any:
+        # Plain pickle: multiprocessing's own would pass tensors through shared memory.
+        return pickle.loads(self.connection.recv_bytes())
+
+    def read_stacks(self) -> str:
+        try:
+            return self.stacks.read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def dump_stacks(self) -> str:
+        """Ask the process for the stacks of its threads, wherever they are."""
+        before = self.read_stacks()
+        if hasattr(signal, "SIGUSR1") and self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline and self.read_stacks() == before:
+                time.sleep(0.02)
+            time.sleep(0.05)
+        return self.read_stacks()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.connection.close()
+        self.stacks.unlink(missing_ok=True)
+
+
+class Pool:
+    """Runs functions on ranks. One per test session; `close` leaves no process behind."""
+
+    def __init__(self) -> None:
+        self.warnings: list[list[RankWarning]] = []  # of the last run, one list per rank
+        self._ranks: list[_Rank | None] = [None] * MAX_RANKS
+        self._context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="onecopy-ranks-")
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = 60.0,
+        group_timeout: float | None = None,
+        expect_failures: bool = False,
+        record_warnings: bool = False,
+    ) -> list[Any]:
+        """Call `function(*arguments)` on ranks 0 to world_size - 1; return what each returned.
+
+        `function` must be at module level. On each rank a fresh default process group is
+        initialised, whose own timeout (`group_timeout`) is three quarters of `timeout` unless
+        given, and torch's random state is the same on every rank and in every call. A failure
+        raises `RankFailed`; with `expect_failures` the failing ranks' entries are `RankError`s
+        instead. A rank that has not returned within `timeout` seconds is killed after its stacks
+        went to stderr. What ranks warn raises `UnexpectedWarning` unless `record_warnings`.
+        """
+        assert 1 <= world_size <= MAX_RANKS, f"world_size is {world_size}, at most {MAX_RANKS}"
+        from torch.distributed import TCPStore
+
+        self.warnings = []
+        # The store is served from here: it outlives any rank, as torchrun's does.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limit = group_timeout if group_timeout is not None else 0.75 * timeout
+        tasks = [
+            pickle.dumps(_Task(function, arguments, rank, world_size, store.port, limit))
+            for rank in range(world_size)
+        ]
+        try:
+            ranks = self._start(world_size)
+            for rank, task in zip(ranks, tasks, strict=True):
+                rank.connection.send_bytes(task)
+            outcomes = self._collect(ranks, timeout)
+        except BaseException:
+            self._kill_all()  # interrupted in between: nobody knows what the ranks are at
+            raise
+        self.warnings = [warned for _, warned in outcomes]
+        results = [result for result, _ in outcomes]
+        failures = [result for result in results if isinstance(result, RankError)]
+        if failures and not expect_failures:
+            raise RankFailed(failures)
+        if any(self.warnings) and not record_warnings:
+            lines = [f"rank {r}: {w}" for r, ws in enumerate(self.warnings) for w in ws]
+            raise UnexpectedWarning("\n".join(lines))
+        return results
+
+    def run_in_subprocess(
+        self, code: str, *, timeout: float = 120.0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python -c code` in a process of its own; a crash shows as a negative return code."""
+        environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
+        environment.update(env or {})
+        command = [sys.executable, "-X", "faulthandler", "-c", code]
+        return subprocess.run(
+            command,
+            env=environment,
+            cwd=REPOSITORY,
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+        )
+
+    def close(self) -> None:
+        """Kill the ranks and remove what they wrote."""
+        self._kill_all()
+        self._folder.cleanup()
+
+    def _start(self, world_size: int) -> list[_Rank]:
+        missing = [r for r in range(world_size) if self._ranks[r] is None]
+        with _environment(RANK_ENVIRONMENT):
+            for index in missing:
+                self._ranks[index] = self._spawn(index)
+        ranks = [rank for rank in self._ranks[:world_size] if rank is not None]
+        for index in missing:
+            started = ranks[index]
+            assert started.connection.poll(START_TIMEOUT), f"rank {index} did not start"
+            started.receive()
+        return ranks
+
+    def _spawn(self, index: int) -> _Rank:
+        handle, name = tempfile.mkstemp(prefix=f"rank{index}-", dir=self._folder.name)
+        os.close(handle)
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_serve, args=(theirs, name), name=f"rank {index}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        return _Rank(process, ours, Path(name))
+
+    def _collect(self, ranks: list[_Rank], timeout: float) -> list[tuple[Any, list[RankWarning]]]:
+        """Wait for every rank's outcome, then see that each is ready for the next call."""
+        outcomes: dict[int, tuple[Any, list[RankWarning]]] = {}
+        released: set[int] = set()
+        deadline = time.monotonic() + timeout
+        while pending := [r for r in range(len(ranks)) if r not in outcomes]:
+            ready = wait(
+                [ranks[r].connection for r in pending], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                outcomes.update(self._give_up(ranks, pending, timeout))
+            for r in pending:
+                if r not in outcomes and ranks[r].connection in ready:
+                    outcomes[r] = self._outcome(ranks[r], r)
+            if any(isinstance(outcomes[r][0], RankError) for r in outcomes):
+                # As in a real job a failed rank takes its connections with it, and so may those
+                # that have finished: what waits for them hears of it and need not time out.
+                self._release(ranks, outcomes, released)
+        self._release(ranks, outcomes, released)
+        self._settle(len(ranks))
+        return [outcomes[r] for r in range(len(ranks))]
+
+    def _outcome(self, rank: _Rank, index: int) -> tuple[Any, list[RankWarning]]:
+        try:
+            return rank.receive()
+        except (EOFError, OSError):
+            rank.process.join()
+            message = f"the process ended with exit code {rank.process.exitcode}"
+            error = RankError(index, ["RankDied"], message, rank.read_stacks())
+            self._drop(index)
+            return error, []
+
+    def _give_up(
+        self, ranks: list[_Rank], pending: list[int], timeout: float
+    ) -> dict[int, tuple[Any, list[RankWarning]]]:
+        hung: dict[int, tuple[Any, list[RankWarning]]] = {}
+        for r in pending:
+            stacks = ranks[r].dump_stacks()
+            print(f"rank {r} did not return within {timeout} s:\n{stacks}", file=sys.stderr)
+            message = f"did not return within {timeout} s and was killed"
+            hung[r] = RankError(r, ["RankHung"], message, stacks), []
+        for r in pending:
+            self._drop(r)
+        return hung
+
+    def _release(self, ranks: list[_Rank], outcomes: Iterable[int], released: set[int]) -> None:
+        """Let the ranks that have reported destroy their groups, each once."""
+        for r in outcomes:
+            if r not in released and self._ranks[r] is not None:
+                released.add(r)
+                with contextlib.suppress(OSError):
+                    ranks[r].connection.send_bytes(RELEASE)
+
+    def _settle(self, world_size: int) -> None:
+        """Wait until the ranks have destroyed their groups; replace those that cannot."""
+        for index, rank in enumerate(self._ranks[:world_size]):
+            if rank is None:
+                continue
+            try:
+                idle = rank.connection.poll(10) and rank.receive() == "idle"
+            except (EOFError, OSError):
+                idle = False
+            if not idle:
+                self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        rank, self._ranks[index] = self._ranks[index], None
+        if rank is not None:
+            rank.kill()
+
+    def _kill_all(self) -> None:
+        for index in range(MAX_RANKS):
+            self._drop(index)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# What follows runs in the rank processes.
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    """A rank's life: take a task, answer, destroy the group, be idle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills us
+    _die_with_parent()
+    # Kept open for as long as the process lives: faulthandler writes to its descriptor.
+    file = open(stacks, "w")
+    faulthandler.enable(file=file)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    torch.set_warn_always(True)  # else a warning is seen by the first test only
+    gc.collect()
+    gc.freeze()  # makes the collection after each task cheap
+    connection.send_bytes(pickle.dumps("ready"))
+    while True:
+        try:
+            task = connection.recv_bytes()
+            answer = _answer(task)
+            connection.send_bytes(answer)
+            released = connection.recv_bytes()
+            assert released == RELEASE, f"expected the word to release, got {released!r}"
+            _clean_up()
+            connection.send_bytes(pickle.dumps("idle"))
+        except (EOFError, OSError):
+            return  # the parent is gone
+
+
+def _die_with_parent() -> None:
+    """Not even a rank that hangs may outlive a parent that was killed."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() == 1 or not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
+            os._exit(1)
+
+
+def _answer(message: bytes) -> bytes:
+    """Run a task; return the pickled pair of result or RankError, and the warnings."""
+    recorded: list[warnings.WarningMessage] = []
+    rank = -1
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            task: _Task = pickle.loads(message)
+            rank = task.rank
+            result = _call(task)
+        return pickle.dumps((result, _plain(recorded)))
+    except BaseException as error:  # also SystemExit: the rank must go on serving
+        names = [c.__name__ for c in type(error).__mro__ if c is not object]
+        failure = RankError(rank, names, str(error), traceback.format_exc())
+        traceback.clear_frames(error.__traceback__)
+        return pickle.dumps((failure, _plain(recorded)))
+
+
+def _call(task: _Task) -> Any:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    random.seed(RANK_SEED)
+    torch.manual_seed(RANK_SEED)
+    limit = timedelta(seconds=task.group_timeout)
+    store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit
+    )
+    return task.function(*task.arguments)
+
+
+def _plain(recorded: list[warnings.WarningMessage]) -> list[RankWarning]:
+    return [
+        RankWarning(w.category.__name__, str(w.message), f"{w.filename}:{w.lineno}")
+        for w in recorded
+    ]
+
+
+def _clean_up() -> None:
+    """Leave nothing of a task to the next one."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()  # models hold groups in cycles; let go of them before the groups go
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # its connections may be broken already
+            dist.destroy_process_group()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
