@@ -7,15 +7,14 @@ depends on anything but the arguments, so any process can make the same model an
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import hf_models
 from tests.random_tree import WIDTH as TREE_WIDTH
 from tests.random_tree import random_tree
 
@@ -245,62 +244,6 @@ def _frozen() -> nn.Module:
     return model
 
 
-# Hugging Face
-
-
-def _hf(kind: str, config_kind: str, **settings: object) -> nn.Module:
-    """Import exactly these two classes: all of transformers is slow and prints notices."""
-    folder = {"GPT2Config": "gpt2"}.get(config_kind, config_kind.removesuffix("Config").lower())
-    pytest.importorskip("transformers", reason="transformers is not installed: the test extra")
-    package = f"transformers.models.{folder}"
-    config_class = getattr(
-        importlib.import_module(f"{package}.configuration_{folder}"), config_kind
-    )
-    model_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), kind)
-    # Eager attention and experts: one fixed order of operations on every machine.
-    model: nn.Module = model_class(config_class(attn_implementation="eager", **settings))
-    return model.train()
-
-
-def _hf_gpt2() -> nn.Module:
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": 101, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return _hf("GPT2LMHeadModel", "GPT2Config", use_cache=False, **sizes, **dropouts, **tokens)
-
-
-_LLAMA_SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-}
-
-
-def _hf_llama() -> nn.Module:
-    return _hf("LlamaForCausalLM", "LlamaConfig", **_LLAMA_SIZES)
-
-
-def _hf_mixtral() -> nn.Module:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    eager = {"experts_implementation": "eager", "attention_dropout": 0.0}
-    return _hf("MixtralForCausalLM", "MixtralConfig", **_LLAMA_SIZES, **experts, **eager)
-
-
-def _hf_t5() -> nn.Module:
-    sizes = {"vocab_size": 101, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
-    depth = {"num_layers": 2, "num_decoder_layers": 2}
-    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    return _hf(
-        *("T5ForConditionalGeneration", "T5Config"),
-        **{**sizes, **depth, **tokens, "dropout_rate": 0.0, "use_cache": False},
-    )
-
-
 # What the tests call
 
 
@@ -384,10 +327,10 @@ _OWN = {
     "frozen": _Kind(_frozen, _draw_tokens(31), _token_loss),
 }
 _HF = {
-    "hf_gpt2": _Kind(_hf_gpt2, _draw_tokens(101), _hf_loss),
-    "hf_llama": _Kind(_hf_llama, _draw_tokens(101), _hf_loss),
-    "hf_t5": _Kind(_hf_t5, _draw_tokens(101), _hf_seq2seq_loss),
-    "hf_mixtral": _Kind(_hf_mixtral, _draw_tokens(101), _hf_loss),
+    "hf_gpt2": _Kind(hf_models.gpt2, _draw_tokens(101), _hf_loss),
+    "hf_llama": _Kind(hf_models.llama, _draw_tokens(101), _hf_loss),
+    "hf_t5": _Kind(hf_models.t5, _draw_tokens(101), _hf_seq2seq_loss),
+    "hf_mixtral": _Kind(hf_models.mixtral, _draw_tokens(101), _hf_loss),
 }
 # "tree" is a random tree whose structure, too, comes from the seed.
 _TREE = _Kind(lambda: random_tree(torch.initial_seed()), _draw_normal(TREE_WIDTH), _square_loss)

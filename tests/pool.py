@@ -4,37 +4,31 @@ Importing torch costs seconds and a test must not pay it once per rank: processe
 first needed and then sent functions. Each call gets a process group of its own, on a store of its
 own that this process serves, so a test that breaks its group harms no other. A rank that hangs or
 dies is replaced.
-
-This module must not import torch at its top: a rank imports it before its own settings are made.
+What runs in the ranks is in `rank.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.rank import RELEASE, RankError, RankWarning, Task, serve
+
 MAX_RANKS = 4
 START_TIMEOUT = 180.0  # seconds: a first import of torch on a busy machine
-RANK_SEED = 1234
-RELEASE = b"release"
 REPOSITORY = Path(__file__).resolve().parent.parent
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -44,30 +38,6 @@ RANK_ENVIRONMENT = {
 }
 if sys.platform == "linux":
     RANK_ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve where tests run
-
-
-class RankError(Exception):
-    """What went wrong on one rank: the exception there, by name, or the rank's death or hang."""
-
-    def __init__(self, rank: int, names: Sequence[str], message: str, trace: str = "") -> None:
-        super().__init__(rank, names, message, trace)
-        self.rank = rank
-        self.names = tuple(names)  # the exception's class and its bases, most derived first
-        self.message = message
-        self.trace = trace
-
-    @property
-    def type_name(self) -> str:
-        """The name of the exception's class, or "RankDied" or "RankHung"."""
-        return self.names[0]
-
-    def is_a(self, exception: type[BaseException] | str) -> bool:
-        """Whether the exception's class is or derives from this one."""
-        name = exception if isinstance(exception, str) else exception.__name__
-        return name in self.names
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.type_name}: {self.message}\n{self.trace}".rstrip()
 
 
 class RankFailed(Exception):
@@ -83,25 +53,6 @@ class RankFailed(Exception):
 
 class UnexpectedWarning(Exception):
     """Ranks warned in a call that did not ask for `record_warnings=True`."""
-
-
-@dataclass(frozen=True)
-class RankWarning:
-    """A warning as it was raised on a rank."""
-
-    category: str
-    message: str
-    where: str
-
-
-@dataclass(frozen=True)
-class _Task:
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    rank: int
-    world_size: int
-    port: int
-    group_timeout: float
 
 
 @dataclass
@@ -177,7 +128,7 @@ class Pool:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limit = group_timeout if group_timeout is not None else 0.75 * timeout
         tasks = [
-            pickle.dumps(_Task(function, arguments, rank, world_size, store.port, limit))
+            pickle.dumps(Task(function, arguments, rank, world_size, store.port, limit))
             for rank in range(world_size)
         ]
         try:
@@ -194,8 +145,8 @@ class Pool:
         if failures and not expect_failures:
             raise RankFailed(failures)
         if any(self.warnings) and not record_warnings:
-            lines = [f"rank {r}: {w}" for r, ws in enumerate(self.warnings) for w in ws]
-            raise UnexpectedWarning("\n".join(lines))
+            said = Counter(f"rank {r}: {w}" for r, ws in enumerate(self.warnings) for w in ws)
+            raise UnexpectedWarning("\n".join(f"{n} times {line}" for line, n in said.items()))
         return results
 
     def run_in_subprocess(
@@ -236,7 +187,7 @@ class Pool:
         os.close(handle)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(theirs, name), name=f"rank {index}", daemon=True
+            target=serve, args=(theirs, name), name=f"rank {index}", daemon=True
         )
         process.start()
         theirs.close()
@@ -329,102 +280,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-# What follows runs in the rank processes.
-
-
-def _serve(connection: Connection, stacks: str) -> None:
-    """A rank's life: take a task, answer, destroy the group, be idle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills us
-    _die_with_parent()
-    # Kept open for as long as the process lives: faulthandler writes to its descriptor.
-    file = open(stacks, "w")
-    faulthandler.enable(file=file)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(1)
-    torch.set_warn_always(True)  # else a warning is seen by the first test only
-    gc.collect()
-    gc.freeze()  # makes the collection after each task cheap
-    connection.send_bytes(pickle.dumps("ready"))
-    while True:
-        try:
-            task = connection.recv_bytes()
-            answer = _answer(task)
-            connection.send_bytes(answer)
-            released = connection.recv_bytes()
-            assert released == RELEASE, f"expected the word to release, got {released!r}"
-            _clean_up()
-            connection.send_bytes(pickle.dumps("idle"))
-        except (EOFError, OSError):
-            return  # the parent is gone
-
-
-def _die_with_parent() -> None:
-    """Not even a rank that hangs may outlive a parent that was killed."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() == 1 or not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
-            os._exit(1)
-
-
-def _answer(message: bytes) -> bytes:
-    """Run a task; return the pickled pair of result or RankError, and the warnings."""
-    recorded: list[warnings.WarningMessage] = []
-    rank = -1
-    try:
-        with warnings.catch_warnings(record=True) as recorded:
-            warnings.simplefilter("always")
-            task: _Task = pickle.loads(message)
-            rank = task.rank
-            result = _call(task)
-        return pickle.dumps((result, _plain(recorded)))
-    except BaseException as error:  # also SystemExit: the rank must go on serving
-        names = [c.__name__ for c in type(error).__mro__ if c is not object]
-        failure = RankError(rank, names, str(error), traceback.format_exc())
-        traceback.clear_frames(error.__traceback__)
-        return pickle.dumps((failure, _plain(recorded)))
-
-
-def _call(task: _Task) -> Any:
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    random.seed(RANK_SEED)
-    torch.manual_seed(RANK_SEED)
-    limit = timedelta(seconds=task.group_timeout)
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=limit)
-    dist.init_process_group(
-        "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit
-    )
-    return task.function(*task.arguments)
-
-
-def _plain(recorded: list[warnings.WarningMessage]) -> list[RankWarning]:
-    return [
-        RankWarning(w.category.__name__, str(w.message), f"{w.filename}:{w.lineno}")
-        for w in recorded
-    ]
-
-
-def _clean_up() -> None:
-    """Leave nothing of a task to the next one."""
-    import torch
-    import torch.distributed as dist
-
-    gc.collect()  # models hold groups in cycles; let go of them before the groups go
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):  # its connections may be broken already
-            dist.destroy_process_group()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)

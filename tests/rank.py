@@ -1,0 +1,170 @@
+"""What a rank process of the pool does, and what it says to the pool.
+
+It must not import torch at its top: a rank sets itself up first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+RANK_SEED = 1234
+RELEASE = b"release"
+
+
+class RankError(Exception):
+    """What went wrong on one rank: the exception there, by name, or the rank's death or hang."""
+
+    def __init__(self, rank: int, names: Sequence[str], message: str, trace: str = "") -> None:
+        super().__init__(rank, names, message, trace)
+        self.rank = rank
+        self.names = tuple(names)  # the exception's class and its bases, most derived first
+        self.message = message
+        self.trace = trace
+
+    @property
+    def type_name(self) -> str:
+        """The name of the exception's class, or "RankDied" or "RankHung"."""
+        return self.names[0]
+
+    def is_a(self, exception: type[BaseException] | str) -> bool:
+        """Whether the exception's class is or derives from this one."""
+        name = exception if isinstance(exception, str) else exception.__name__
+        return name in self.names
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.type_name}: {self.message}\n{self.trace}".rstrip()
+
+
+@dataclass(frozen=True)
+class RankWarning:
+    """A warning as it was raised on a rank."""
+
+    category: str
+    message: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.category}: {self.message} ({self.where})"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on one rank, and how the rank finds its group."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    rank: int
+    world_size: int
+    port: int
+    group_timeout: float
+
+
+def serve(connection: Connection, stacks: str) -> None:
+    """A rank's life: take a task, answer, destroy the group, be idle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills us
+    _die_with_parent()
+    # Kept open for as long as the process lives: faulthandler writes to its descriptor.
+    file = open(stacks, "w")
+    faulthandler.enable(file=file)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    torch.set_warn_always(True)  # else a warning is seen by the first test only
+    gc.collect()
+    gc.freeze()  # makes the collection after each task cheap
+    connection.send_bytes(pickle.dumps("ready"))
+    while True:
+        try:
+            task = connection.recv_bytes()
+            answer = _answer(task)
+            connection.send_bytes(answer)
+            released = connection.recv_bytes()
+            assert released == RELEASE, f"expected the word to release, got {released!r}"
+            _clean_up()
+            connection.send_bytes(pickle.dumps("idle"))
+        except (EOFError, OSError):
+            return  # the parent is gone
+
+
+def _die_with_parent() -> None:
+    """Not even a rank that hangs may outlive a parent that was killed."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() == 1 or not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
+            os._exit(1)
+
+
+def _answer(message: bytes) -> bytes:
+    """Run a task; return the pickled pair of result or RankError, and the warnings."""
+    recorded: list[warnings.WarningMessage] = []
+    rank = -1
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            task: Task = pickle.loads(message)
+            rank = task.rank
+            result = _call(task)
+        return pickle.dumps((result, _plain(recorded)))
+    except BaseException as error:  # also SystemExit: the rank must go on serving
+        names = [c.__name__ for c in type(error).__mro__ if c is not object]
+        failure = RankError(rank, names, str(error), traceback.format_exc())
+        traceback.clear_frames(error.__traceback__)
+        return pickle.dumps((failure, _plain(recorded)))
+
+
+def _call(task: Task) -> Any:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    random.seed(RANK_SEED)
+    torch.manual_seed(RANK_SEED)
+    limit = timedelta(seconds=task.group_timeout)
+    store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit
+    )
+    return task.function(*task.arguments)
+
+
+def _plain(recorded: list[warnings.WarningMessage]) -> list[RankWarning]:
+    return [
+        RankWarning(w.category.__name__, str(w.message), f"{w.filename}:{w.lineno}")
+        for w in recorded
+    ]
+
+
+def _clean_up() -> None:
+    """Leave nothing of a task to the next one."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()  # models hold groups in cycles; let go of them before the groups go
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # its connections may be broken already
+            dist.destroy_process_group()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
