@@ -1,0 +1,94 @@
+"""One tracker of live tensor bytes, for tests and benchmarks alike.
+
+It keeps a weak reference to every storage that operations make while it is active, and reads their
+sizes anew whenever it is asked: the engine frees and regrows storages with `resize_`, which no
+operation shows, so a size noted when a storage was made says nothing. Views share a storage and
+count once. What a single operation frees before it returns is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Operator = Callable[..., Any]
+
+
+class LiveTensors(TorchDispatchMode):
+    """`with LiveTensors() as live: ...`, then `live.num_bytes()` and `live.peak_bytes`.
+
+    Tensors made before are left out unless given to `watch`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def num_bytes(self) -> int:
+        """What the tracked storages hold at this moment. A moment that is asked about counts for
+        the peak too."""
+        alive = (reference() for reference in list(self._storages.values()))
+        total = sum(storage.nbytes() for storage in alive if storage is not None)
+        self.peak_bytes = max(self.peak_bytes, total)
+        return total
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what is alive now."""
+        self.peak_bytes = 0
+        self.num_bytes()
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Track tensors that were made before, such as a model's parameters."""
+        for tensor in tensors:
+            self._add(_storage(tensor))
+        self.num_bytes()
+
+    def num_storages(self) -> int:
+        """How many tracked storages are alive and hold at least one byte."""
+        alive = (reference() for reference in list(self._storages.values()))
+        return sum(storage is not None and storage.nbytes() > 0 for storage in alive)
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Before the operation: an operation in place returns what it was given.
+        given = {id(storage) for storage in map(_storage, _tensors((args, kwargs)))}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = _storage(tensor)
+            if id(storage) not in given:
+                self._add(storage)
+        self.num_bytes()
+        return result
+
+    def _add(self, storage: torch.UntypedStorage | None) -> None:
+        if storage is None or id(storage) in self._storages:
+            return
+        key = id(storage)
+        # torch keeps one Python object per storage for as long as the storage lives.
+        self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    if tensor.device.type == "meta":  # what a fake tensor is not: it says the device it stands for
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse tensors and wrappers have none; what they wrap is seen by itself
