@@ -1,0 +1,60 @@
+"""onecopy: train a PyTorch model on many devices while the cluster keeps one copy of its states.
+
+    onecopy.shard(model, optimizer, stage=3)
+
+The public names are imported when first used, so that commands start without loading torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onecopy.api import clip_grad_norm_ as clip_grad_norm_
+    from onecopy.api import full_parameters as full_parameters
+    from onecopy.api import no_sync as no_sync
+    from onecopy.api import shard as shard
+    from onecopy.api import unshard as unshard
+    from onecopy.config import Config as Config
+    from onecopy.config import Precision as Precision
+    from onecopy.errors import OneCopyError as OneCopyError
+    from onecopy.launcher import launch as launch
+
+__version__ = "0.1.0.dev0"
+
+_WHERE = {
+    "Config": "onecopy.config",
+    "OneCopyError": "onecopy.errors",
+    "Precision": "onecopy.config",
+    "clip_grad_norm_": "onecopy.api",
+    "full_parameters": "onecopy.api",
+    "launch": "onecopy.launcher",
+    "no_sync": "onecopy.api",
+    "shard": "onecopy.api",
+    "unshard": "onecopy.api",
+}
+
+__all__ = [
+    "Config",
+    "OneCopyError",
+    "Precision",
+    "clip_grad_norm_",
+    "full_parameters",
+    "launch",
+    "no_sync",
+    "shard",
+    "unshard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    if name in ("errors", "events"):
+        return import_module(f"onecopy.{name}")
+    raise AttributeError(f"module 'onecopy' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

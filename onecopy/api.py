@@ -1,0 +1,383 @@
+"""shard() and the user's verbs: the one place that wires the parts together."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from onecopy import handle
+from onecopy.comm import groups as comm_groups
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.compare import check_equal, number_of_model
+from onecopy.config import Config
+from onecopy.core.backward import Backward
+from onecopy.core.engine import Engine
+from onecopy.core.hooks import Hooks
+from onecopy.core.optimizer import Binding, check_optimizer, clip_gradients, refuse_unattached
+from onecopy.core.partition import find_units
+from onecopy.core.restore import restore_model
+from onecopy.core.stages import STAGES
+from onecopy.errors import ShardingError
+from onecopy.events import Events
+from onecopy.memory import buffers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["clip_grad_norm_", "full_parameters", "no_sync", "shard", "unshard"]
+
+Models = TypeVar("Models", nn.Module, Sequence[nn.Module])
+INSTANCE_METHODS = ("no_sync", "zero_grad")
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Handle:
+    """What belongs to one sharded model. Lives on the model, under `handle.ATTRIBUTE`."""
+
+    engine: Engine
+    backward: Backward
+    hooks: Hooks
+    events: Events
+    bindings: list[Binding] = field(default_factory=list)
+    removers: list[Any] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        raise ShardingError(
+            "a sharded model cannot be copied as it is: copy it before shard, or build a second "
+            "one and load model.state_dict() of this one into it"
+        )
+
+    def __reduce__(self) -> str:
+        raise ShardingError(
+            "a sharded model cannot be pickled: save model.state_dict(), called on all ranks"
+        )
+
+
+def shard(
+    model: Models,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Models:
+    """Partition the states of a model over the data-parallel ranks, in place.
+
+    The model keeps its class, modules and `nn.Parameter` objects, the optimizer stays the user's
+    own object. After this call forward, backward, `optimizer.step()` and `zero_grad()` keep their
+    plain PyTorch meaning on the global batch: gradients are the mean over ranks and the sum over
+    backwards. All ranks must call it together. Parameters and buffers become those of the first
+    rank.
+
+    Called on a model that is sharded already, it attaches one more optimizer.
+
+    Args:
+        model: one model, or several that share optimizers.
+        optimizer: one or several optimizers over parameters of these models; None to shard a
+            model that is only evaluated, or whose optimizer is attached later.
+        mesh: 1-D device mesh of the data-parallel ranks; None for all ranks. Without a process
+            group one is made from torchrun's environment, else a world of one rank.
+        config: settings as an object.
+        **settings: fields of `Config`: stage, precision, units, max_grad_norm, ...
+
+    Returns:
+        the model (or the sequence) that was passed.
+
+    Raises:
+        ConfigError: a setting is unknown or does not fit.
+        ShardingError: the model or an optimizer cannot be sharded, or is sharded already.
+        MismatchError: ranks passed different models or settings.
+
+    Source: ZeRO (Rajbhandari et al. 2020), sections 5 and 7.
+    """
+    config = Config.make(config, settings)
+    models: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    optimizers = _as_list(optimizer)
+    _check_arguments(models, optimizers)
+    sharded = [one for one in models if handle.find(one) is not None]
+    if not sharded:
+        _check_modules(models)
+        for one in models:
+            _shard_one(one, optimizers, mesh, config)
+    elif len(sharded) < len(models) or not optimizers:
+        raise ShardingError(
+            f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
+            "only sharded models, shard(model, optimizer); to partition it anew call "
+            "onecopy.unshard(model) first"
+        )
+    _attach(models, optimizers)
+    return model
+
+
+def unshard(model: nn.Module) -> nn.Module:
+    """Make a sharded model, and its optimizers, plain again, with full values on every rank.
+
+    All ranks must call it together. Owned optimizer states are gathered too; gradients are
+    dropped.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    owner: Handle = handle.of(model)
+    owner.backward.flush()
+    with owner.engine.hold():
+        restore_model(owner.engine, owner.bindings)
+    for binding in owner.bindings:
+        binding.remove()
+    owner.hooks.remove()
+    for remove in owner.removers:
+        remove()
+    for name in (*INSTANCE_METHODS, handle.ATTRIBUTE):
+        vars(model).pop(name, None)
+    owner.engine.collectives.agreement.close()
+    return model
+
+
+@contextmanager
+def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, every parameter of the model has its full values, to read and to change.
+
+    All ranks must enter together, and make the same changes: each rank's own slice of them
+    reaches the masters at the end of the block. Forward passes inside need no communication, so
+    ranks may run different ones (generation, evaluation). `optimizer.step()` is refused inside.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    engine: Engine = handle.of(model).engine
+    with engine.hold():
+        yield model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
+
+    Saves traffic for the memory of full local gradients, at every stage (as DDP's no_sync). All
+    ranks must use it alike. A step without a further backward reduces what is left.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    backward: Backward = handle.of(model).backward
+    before, backward.sync = backward.sync, False
+    try:
+        yield
+    finally:
+        backward.sync = before
+
+
+def clip_grad_norm_(
+    model: nn.Module | Sequence[nn.Module], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale the gradients so that their global norm is at most `max_norm`.
+
+    The counterpart of `torch.nn.utils.clip_grad_norm_` for sharded models: the norm is that of
+    the whole gradient, over all ranks. All ranks must call it, after backward and before the step.
+
+    Args:
+        model: one sharded model, or several whose common norm is meant.
+        max_norm: a positive number; inf only measures.
+        norm_type: p of the p-norm, inf for the largest magnitude.
+
+    Returns:
+        0-d tensor: the norm before clipping, the same on all ranks.
+
+    Raises:
+        ShardingError: a model is not sharded.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    owners: list[Handle] = [handle.of(one) for one in models]
+    for owner in owners:
+        owner.backward.flush()
+    return clip_gradients([owner.engine for owner in owners], max_norm, norm_type)
+
+
+# Wiring ---------------------------------------------------------------------------------------
+
+
+def _as_list(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]  # type: ignore[list-item]
+
+
+def _check_arguments(
+    models: Sequence[object], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Refuse what cannot work before anything has changed."""
+    for one in models:
+        if not isinstance(one, nn.Module):
+            raise ShardingError(
+                f"the model is a {type(one).__name__}, not a torch.nn.Module: the call is "
+                "shard(model, optimizer, stage=...)"
+            )
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+    parameters = {
+        id(parameter)
+        for one in models
+        if isinstance(one, nn.Module)
+        for parameter in one.parameters()
+    }
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if held and not any(id(parameter) in parameters for parameter in held):
+            hint = "is it attached already, or was it made for another model?"
+            raise ShardingError(
+                f"the {type(optimizer).__name__} holds parameters of none of the given models: "
+                f"{hint} Make it from model.parameters() and pass both to shard"
+            )
+
+
+def _check_modules(models: Sequence[nn.Module]) -> None:
+    for one in models:
+        for name, module in one.named_modules():
+            if handle.find(module) is not None:
+                raise ShardingError(
+                    f"module {name} of this {type(one).__name__} is sharded already: shard the "
+                    "whole model once, or pass the parts one by one"
+                )
+        if not any(parameter.numel() for parameter in one.parameters()):
+            raise ShardingError(f"this {type(one).__name__} has no parameters to shard")
+
+
+def _shard_one(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh | None,
+    config: Config,
+) -> None:
+    owner_of = {
+        id(parameter): number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    specs = find_units(model, config, lambda parameter: owner_of.get(id(parameter)))
+    device = specs[0].parameters[0][1].device
+    world = comm_groups.world_group(mesh)
+    comm_groups.check_backend(world, device)
+    check_equal(world, model, config, [spec.name for spec in specs])
+    if device.type == "cpu":
+        buffers.return_freed_blocks()
+    events = Events(config.sinks)
+    number, key = number_of_model(world)
+    collectives = Collectives(
+        comm_groups.make_groups(world, cut=STAGES[config.stage].shards_anything),
+        key=key,
+        model_number=number,
+        native=comm_groups.has_native_collectives(world, device),
+        events=events,
+    )
+    with torch.no_grad():
+        for buffer in model.buffers():
+            collectives.broadcast(buffer)
+        engine = Engine(model, specs, config, collectives, events)
+    backward = Backward(engine)
+    owner = Handle(engine, backward, Hooks(engine, backward), events)
+    setattr(model, handle.ATTRIBUTE, owner)
+    _add_methods(model, owner)
+    _add_state_dict_hooks(model, owner)
+    watcher = refuse_unattached(weakref.ref(engine), partial(_is_attached, weakref.ref(owner)))
+    weakref.finalize(engine, watcher.remove)
+    owner.removers.append(watcher.remove)
+
+
+def _is_attached(reference: weakref.ref[Handle], optimizer: torch.optim.Optimizer) -> bool:
+    owner = reference()
+    return owner is not None and any(one.optimizer is optimizer for one in owner.bindings)
+
+
+def _attach(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    owners: list[Handle] = [handle.of(one) for one in models]
+    engines = [(owner.engine, owner.backward) for owner in owners]
+    for optimizer in optimizers:
+        binding = Binding(optimizer, engines)
+        for owner in owners:
+            owner.bindings.append(binding)
+    for owner in owners:
+        _warn_of_unowned(owner)
+
+
+def _warn_of_unowned(owner: Handle) -> None:
+    """Parameters in training that no optimizer has are most often a mistake."""
+    if not owner.bindings:
+        return
+    owned = {id(p) for one in owner.bindings for group in one.parameters for p in group}
+    missing = [
+        name
+        for unit in owner.engine.trainable_units
+        for name, parameter in zip(unit.names, unit.parameters, strict=True)
+        if id(parameter) not in owned and parameter.numel()
+    ]
+    if missing:
+        warnings.warn(
+            f"{len(missing)} trainable parameters are in no optimizer, {missing[0]} for one: their "
+            "gradients are reduced all the same. Freeze them (requires_grad_(False)) before shard, "
+            "or attach the optimizer that updates them",
+            stacklevel=4,
+        )
+
+
+def _add_methods(model: nn.Module, owner: Handle) -> None:
+    """The two methods that loops call on the model itself."""
+    reference = weakref.ref(model)
+
+    def bound_no_sync() -> Any:
+        """See onecopy.no_sync."""
+        return no_sync(_alive(reference))
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        """See torch.nn.Module.zero_grad; clears the owned slices too."""
+        one = _alive(reference)
+        type(one).zero_grad(one, set_to_none)
+        for unit in handle.of(one).engine.trainable_units:
+            unit.gradients.zero(set_to_none=set_to_none)
+
+    vars(model)["no_sync"] = bound_no_sync
+    vars(model)["zero_grad"] = zero_grad
+
+
+def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:
+    model = reference()
+    if model is None:
+        raise ShardingError("the model of this method no longer exists")
+    return model
+
+
+def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
+    """state_dict() gives full tensors of their own, load_state_dict() reaches the masters."""
+    engine = owner.engine
+
+    def before(*_: Any) -> None:
+        engine.begin_hold()
+
+    def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        storages = {unit.flat.untyped_storage()._cdata for unit in engine.units}
+        for name, value in state.items():
+            # A view of the flat buffer would be released, and saved with the whole buffer.
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                if value.layout is torch.strided and value.untyped_storage()._cdata in storages:
+                    state[name] = value.clone()
+        engine.end_hold()
+
+    def after_loading(*_: Any) -> None:
+        engine.end_hold()
+
+    owner.removers += [
+        model.register_state_dict_pre_hook(before).remove,
+        model.register_state_dict_post_hook(after_saving).remove,
+        model.register_load_state_dict_pre_hook(before).remove,
+        model.register_load_state_dict_post_hook(after_loading).remove,
+    ]

@@ -1,0 +1,1 @@
+"""Between ranks: the only folder that issues collectives."""

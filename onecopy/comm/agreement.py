@@ -1,0 +1,288 @@
+"""Ranks agree on what comes next, so that a different wish is an error and not a hang.
+
+Every use of a unit that needs a transfer has a *position*: a count that is the same on all ranks
+as long as they do the same. A transfer that the schedule does not foresee is first put to the
+vote: each rank posts its wish for the position to the process group's store. All wish the same:
+go on. One differs: every rank raises `DivergenceError` at once. One is missing: it may merely be
+late (it compiles, it loads data), so a warning names it after five seconds, and it is an error
+only when it has ended or when the process group's timeout is over.
+
+Transfers that the schedule foresees are only counted. A rank that makes no progress for a moment
+looks at the positions that the others have posted and casts its votes for them afterwards: so a
+rank blocked in a scheduled transfer also finds out, and the watching thread interrupts it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from onecopy.comm.groups import Group
+from onecopy.errors import DivergenceError
+
+__all__ = ["Agreement"]
+
+LOGGER = logging.getLogger("onecopy")
+
+# A rank whose position has not moved for LOOK_AFTER seconds looks at the others; it goes on
+# looking, ever more seldom, so that an idle program costs its store nothing.
+LOOK_AFTER = 0.5
+LOOK_AT_MOST_EVERY = 5.0
+WARN_AFTER = 5.0
+HISTORY = 65_536
+
+
+class Agreement:
+    """The votes of one sharded model.
+
+    Attributes:
+        position: how many uses of units have been counted so far.
+    """
+
+    def __init__(self, group: Group, key: str, interrupt: Callable[[], None]) -> None:
+        self.position = 0
+        self._group = group
+        self._interrupt = interrupt
+        self._wishes: deque[str] = deque(maxlen=HISTORY)
+        self._voted: set[int] = set()
+        self._lock = threading.Lock()
+        self._blocked_since: float | None = None
+        self._failure: str | None = None
+        self._store: dist.Store | None = None
+        if group.size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"onecopy/{key}", store)
+            self._store.set(f"at/{group.rank}", "0|the end of shard")
+            self._start_watching()
+
+    def scheduled(self, wish: str) -> None:
+        """Count a use that all ranks are known to make."""
+        self.position += 1
+        self._wishes.append(wish)
+
+    def agree(self, wish: str) -> None:
+        """Count a use, and return when all ranks have wished the same.
+
+        Raises:
+            DivergenceError: a rank wishes something else, has ended, or did not come in time.
+        """
+        self.scheduled(wish)
+        if self._store is None:
+            return
+        self._vote(self.position)
+        self._await_all(self.position)
+
+    def exchange(self, topic: str, value: str) -> list[str]:
+        """The `value` of every rank, in rank order; all ranks must ask for the same `topic`."""
+        if self._store is None:
+            self.scheduled(topic)
+            return [value]
+        key = f"value/{self.position + 1}"
+        self._store.set(f"{key}/{self._group.rank}", value)
+        self.agree(topic)
+        keys = [f"{key}/{rank}" for rank in range(self._group.size)]
+        return [item.decode() for item in self._store.multi_get(keys)]
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Around a blocking wait for a transfer: turns its failure into the ranks' verdict.
+
+        Raises:
+            DivergenceError: the wait failed because ranks had diverged.
+        """
+        self._blocked_since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            self._read_verdict()
+            if self._failure is not None:
+                raise DivergenceError(self._failure) from error
+            raise
+        finally:
+            self._blocked_since = None
+
+    def close(self) -> None:
+        """Tell the others that this rank takes part no longer."""
+        if self._store is not None:
+            try:
+                self._store.set(f"at/{self._group.rank}", f"-1|{self.position}")
+            except RuntimeError:
+                # The store lives on another rank that has already ended: nobody is left to tell.
+                pass
+            self._store = None
+
+    # Votes ------------------------------------------------------------------------------------
+
+    def _wish_at(self, position: int) -> str | None:
+        back = self.position - position
+        return self._wishes[-1 - back] if 0 <= back < len(self._wishes) else None
+
+    def _vote(self, position: int) -> None:
+        """Cast this rank's vote for a position, once; the first vote there is the yardstick."""
+        store, wish = self._store, self._wish_at(position)
+        with self._lock:
+            if store is None or wish is None or position in self._voted:
+                return
+            self._voted.add(position)
+            if len(self._voted) > HISTORY:
+                self._voted = {item for item in self._voted if item > position - HISTORY}
+        mine = f"{self._group.ranks[self._group.rank]}|{wish}"
+        first = store.compare_set(f"first/{position}", "", mine).decode()
+        first_rank, first_wish = first.split("|", 1)
+        if first_wish != wish:
+            self._fail(
+                f"ranks have diverged at use {position}: rank {first_rank} wants {first_wish}, "
+                f"rank {self._group.ranks[self._group.rank]} wants {wish}. Stage 3 gathers a unit "
+                "on all ranks together, so every rank must run the same modules in the same order: "
+                "look for control flow that depends on the rank or on its data (also evaluation, "
+                "printing or saving on one rank only). Stages 0 to 2 allow it"
+            )
+        elif store.add(f"count/{position}", 1) == self._group.size:
+            store.set(f"agreed/{position}", "1")
+            # All ranks are here, so all have left the position before: forget it.
+            for old in ("first", "count", "agreed"):
+                store.delete_key(f"{old}/{position - 1}")
+            for rank in range(self._group.size):
+                store.delete_key(f"value/{position - 1}/{rank}")
+
+    def _fail(self, verdict: str) -> None:
+        assert self._store is not None, "only ranks with a store vote"
+        self._failure = self._store.compare_set("verdict", "", verdict).decode()
+
+    def _read_verdict(self) -> None:
+        if self._store is None or self._failure is not None:
+            return
+        try:
+            if self._store.check(["verdict"]):
+                self._failure = self._store.get("verdict").decode()
+        except RuntimeError as error:
+            self._failure = (
+                f"the process group's store is gone ({error}): the rank that holds it, most often "
+                "rank 0, has ended; its own output says why"
+            )
+
+    def _await_all(self, position: int) -> None:
+        store, pause, started = self._store, 2e-5, time.monotonic()
+        assert store is not None, "only ranks with a store wait for votes"
+        timeout = store.timeout.total_seconds()
+        warn_at = started + WARN_AFTER
+        while self._failure is None and not store.check([f"agreed/{position}"]):
+            time.sleep(pause)
+            now = time.monotonic()
+            if pause < 2e-3:
+                pause *= 1.3
+            else:
+                self._read_verdict()
+            if now > warn_at:
+                warn_at = float("inf")
+                LOGGER.warning(self._describe_wait(position, now - started))
+            if now - started > timeout:
+                self._fail(self._describe_wait(position, now - started) + ". Giving up")
+        if self._failure is not None:
+            raise DivergenceError(self._failure)
+
+    # Watching ---------------------------------------------------------------------------------
+
+    def _positions(self) -> dict[int, tuple[int, str]]:
+        """What each other rank last posted: its position (-1: ended) and its wish there."""
+        assert self._store is not None, "only ranks with a store look at others"
+        others = [rank for rank in range(self._group.size) if rank != self._group.rank]
+        posts = self._store.multi_get([f"at/{rank}" for rank in others])
+        found = {}
+        for rank, post in zip(others, posts, strict=True):
+            position, wish = post.decode().split("|", 1)
+            found[rank] = (int(position), wish)
+        return found
+
+    def _describe_wait(self, position: int, seconds: float) -> str:
+        wish = self._wish_at(position)
+        late = [
+            f"rank {self._group.ranks[rank]} "
+            + (f"is still at use {at}, {theirs}" if at >= 0 else "has ended")
+            for rank, (at, theirs) in self._positions().items()
+            if at < position
+        ]
+        return (
+            f"rank {self._group.ranks[self._group.rank]} has waited {seconds:.0f} s for the others "
+            f"at use {position}, {wish}: {'; '.join(late) or 'the transfer itself is slow'}"
+        )
+
+    def look(self) -> None:
+        """Post this rank's position, vote where others wait, and hear of a verdict."""
+        store, position = self._store, self.position
+        if store is None:
+            return
+        if position:
+            store.set(f"at/{self._group.rank}", f"{position}|{self._wish_at(position)}")
+        for rank, (at, wish) in self._positions().items():
+            if at > 0:
+                self._vote(at)
+            elif at < 0 and int(wish) < position and self._blocked_since is not None:
+                self._fail(
+                    f"rank {self._group.ranks[rank]} has ended after {wish} uses of units, but "
+                    f"rank {self._group.ranks[self._group.rank]} is at use {position}, "
+                    f"{self._wish_at(position)}: give every rank the same number of batches"
+                )
+        self._read_verdict()
+
+    def _start_watching(self) -> None:
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), stop), name="onecopy-agreement", daemon=True
+        )
+        finalizer = weakref.finalize(self, stop.set)
+        finalizer.atexit = False
+        atexit.register(_close_at_exit, weakref.ref(self), stop, thread)
+        thread.start()
+
+    def interrupt_if_blocked(self, warned: set[int]) -> None:
+        """Free a blocked main thread once there is a verdict; else warn of a long wait."""
+        since = self._blocked_since
+        if since is None:
+            return
+        if self._failure is not None:
+            self._interrupt()
+        elif time.monotonic() - since > WARN_AFTER and self.position not in warned:
+            warned.add(self.position)
+            LOGGER.warning(self._describe_wait(self.position, time.monotonic() - since))
+
+
+def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
+    """Body of the watching thread: looks only while the position stands still."""
+    seen, pause = -1, LOOK_AFTER
+    warned: set[int] = set()
+    while not stop.wait(pause):
+        agreement = reference()
+        if agreement is None:
+            return
+        moved, seen = agreement.position != seen, agreement.position
+        if moved:
+            pause = LOOK_AFTER
+            continue
+        pause = min(pause * 1.2, LOOK_AT_MOST_EVERY)
+        try:
+            agreement.look()
+        except RuntimeError:
+            # The store has gone away with its rank; the main thread hears of it where it waits.
+            return
+        agreement.interrupt_if_blocked(warned)
+        del agreement
+
+
+def _close_at_exit(
+    reference: weakref.ref[Agreement], stop: threading.Event, thread: threading.Thread
+) -> None:
+    """Stop the thread before the interpreter goes, and tell the other ranks."""
+    stop.set()
+    thread.join(timeout=1.0)
+    agreement = reference()
+    if agreement is not None:
+        agreement.close()

@@ -1,0 +1,92 @@
+"""At shard: are all ranks about to do the same? Says which name differs, before any transfer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from onecopy.comm.groups import Group
+from onecopy.errors import MismatchError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from onecopy.config import Config
+
+__all__ = ["check_equal", "gather_objects", "number_of_model"]
+
+
+def gather_objects(group: Group, value: Any) -> list[Any]:
+    """The `value` of every rank, in order. For small, rare things."""
+    if group.process_group is None:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def number_of_model(world: Group) -> tuple[int, str]:
+    """How many models these ranks have sharded before, and a name for this one.
+
+    Ranks shard their models in the same order, so the number is the same on all of them. It lives
+    in the process group's store, as long as the group does.
+    """
+    if world.process_group is None:
+        return 0, "0"
+    ranks = hashlib.sha256(repr(world.ranks).encode()).hexdigest()[:12]
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"onecopy/models/{ranks}/{world.ranks[world.rank]}", 1) - 1
+    return number, f"{ranks}/{number}"
+
+
+def check_equal(world: Group, model: nn.Module, config: Config, units: list[str]) -> None:
+    """Compare parameters, buffers, settings and units over the ranks.
+
+    Raises:
+        MismatchError: names the first parameter, buffer or setting that differs, and the ranks.
+    """
+    mine = _signature(model, config, units)
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    if len(set(gather_objects(world, digest))) == 1:
+        return
+    everyone = gather_objects(world, mine)
+    for rank, theirs in enumerate(everyone):
+        for (what, ours), (other_what, other) in zip(everyone[0], theirs, strict=False):
+            if (what, ours) != (other_what, other):
+                raise MismatchError(
+                    f"ranks have different models or settings: rank {world.ranks[0]} has {what} "
+                    f"{ours}, rank {world.ranks[rank]} has {other_what} {other}. Build the same "
+                    "model with the same settings on every rank (values may differ: those of the "
+                    f"first rank, {world.ranks[0]}, are used)"
+                )
+        if len(theirs) != len(everyone[0]):
+            longer = max(theirs, everyone[0], key=len)
+            raise MismatchError(
+                f"ranks have different models: rank {world.ranks[0]} has {len(everyone[0])} "
+                f"parameters, buffers and settings, rank {world.ranks[rank]} has {len(theirs)}; "
+                f"the first that only one has is {longer[min(len(theirs), len(everyone[0]))]}"
+            )
+
+
+def _signature(model: nn.Module, config: Config, units: list[str]) -> list[tuple[str, str]]:
+    found = [
+        (
+            f"parameter {name}",
+            f"shape {tuple(parameter.shape)}, {parameter.dtype}, strides {parameter.stride()}, "
+            f"requires_grad={parameter.requires_grad}",
+        )
+        for name, parameter in model.named_parameters()
+    ]
+    found += [
+        (f"buffer {name}", f"shape {tuple(buffer.shape)}, {buffer.dtype}")
+        for name, buffer in model.named_buffers()
+    ]
+    found += [
+        (f"setting {item.name}", repr(getattr(config, item.name)))
+        for item in fields(config)
+        if item.name != "sinks"
+    ]
+    return [*found, ("units", ", ".join(units))]

@@ -1,0 +1,118 @@
+"""Shard and replica group of one model: which ranks own slices, which hold the same slice."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from onecopy.errors import ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Group",
+    "Groups",
+    "check_backend",
+    "has_native_collectives",
+    "make_groups",
+    "world_group",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some ranks that communicate.
+
+    process_group: torch's group, or None where this rank is alone.
+    ranks: the global ranks, in order. rank: this rank's place among them.
+    """
+
+    process_group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """shard: the ranks over which states are cut; each owns one slice.
+
+    replica: the ranks that hold the same slice; gradients are summed over them too.
+    world: all ranks of this model.
+    """
+
+    shard: Group
+    replica: Group
+    world: Group
+
+
+def world_group(mesh: DeviceMesh | None = None) -> Group:
+    """The data-parallel ranks: those of `mesh`, else all.
+
+    Without a process group, one is made: from the environment that torchrun sets, else a world of
+    one rank, so that a script also runs without a launcher.
+
+    Raises:
+        ShardingError: the mesh has more than one dimension.
+    """
+    if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group()
+        else:
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    if mesh is None:
+        process_group = dist.group.WORLD
+    elif mesh.ndim == 1:
+        process_group = mesh.get_group()
+    else:
+        raise ShardingError(
+            f"mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: pass its data dimension, "
+            'for example mesh["dp"]'
+        )
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    me = dist.get_rank()
+    if me not in ranks:
+        raise ShardingError(
+            f"rank {me} is not in the mesh, whose ranks are {list(ranks)}: call shard only on the "
+            "ranks that hold this model"
+        )
+    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
+
+
+def make_groups(world: Group, *, cut: bool) -> Groups:
+    """The groups of a model whose states are cut over the world (`cut`) or not at all."""
+    alone = Group(None, (world.ranks[world.rank],), 0)
+    return Groups(world, alone, world) if cut else Groups(alone, world, world)
+
+
+def check_backend(group: Group, device: torch.device) -> None:
+    """Say so before the first transfer where the group's backend cannot carry `device`.
+
+    Raises:
+        ShardingError: no backend for the device.
+    """
+    if group.process_group is None:
+        return
+    kinds = {kind.type for kind in group.process_group._device_types}
+    if device.type not in kinds:
+        raise ShardingError(
+            f"the model lies on {device}, but the process group only carries {sorted(kinds)}: move "
+            "the model before shard, or initialise the group with a backend for that device "
+            "(init_process_group() without a backend name takes one for each kind of device)"
+        )
+
+
+def has_native_collectives(group: Group, device: torch.device) -> bool:
+    """Whether the backend's own gather and reduce_scatter are the better choice (not on Gloo)."""
+    if group.process_group is None:
+        return False
+    return bool(group.process_group._get_backend(device).name() != "gloo")

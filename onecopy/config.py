@@ -1,0 +1,125 @@
+"""Config and its policies: frozen dataclasses, validated with errors that read like advice.
+
+Free of torch, so that commands and planners can read a configuration without loading it. Dtypes
+are therefore names ("fp32", "bf16"); `core/precision.py` turns them into torch dtypes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from onecopy.errors import ConfigError
+
+__all__ = ["Config", "Precision"]
+
+DTYPE_NAMES = ("fp32", "bf16")
+STAGES = (0, 1, 2, 3)
+SAVED_TENSORS = ("auto", "always")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Which dtype serves where.
+
+    compute: dtype of the parameters that forward and backward see, "fp32" or "bf16"; None keeps
+        each parameter's own.
+    reduce: dtype of gradients on the wire; None means the compute dtype. Whatever it is, sums are
+        made in fp32.
+    keep_fp32: modules whose parameters stay in fp32 under a lower compute dtype, by class name.
+        Batch norms are kept by default: their running statistics are fp32 buffers.
+    cast_inputs: cast floating-point inputs of the sharded model to the compute dtype.
+
+    The slice that the optimizer updates (the master) and the gradients that accumulate are fp32
+    wherever the compute dtype is lower (mixed precision as in Micikevicius et al., ICLR 2018).
+    """
+
+    compute: str | None = None
+    reduce: str | None = None
+    keep_fp32: tuple[str, ...] = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("precision.compute", self.compute, (*DTYPE_NAMES, None))
+        _check_choice("precision.reduce", self.reduce, (*DTYPE_NAMES, None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything `shard` can be told. Only `stage` is worth a thought at first.
+
+    stage: 0 keeps every state whole on every rank (plain data parallel), 1 cuts optimizer states,
+        2 also gradients, 3 also parameters (Rajbhandari et al. 2020, sections 5 and 7).
+    precision: "fp32", "bf16" or a `Precision`; None keeps the parameters' own dtypes.
+    units: names of the modules to gather as one unit each, shell patterns allowed
+        ("encoder.layers.*"); None finds the repeated blocks by itself.
+    prefetch_bytes: how many bytes of units may be gathered ahead of their use; None means one
+        unit ahead, whatever its size; 0 switches prefetch off.
+    max_grad_norm: clip the global gradient norm to this value in each optimizer step.
+    saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
+        recorded, and goes on only where a unit is needed that no hook would have gathered;
+        "always" watches every step.
+    sinks: callables that receive every event (see `onecopy.events`).
+    """
+
+    stage: int = 3
+    precision: Precision | str | None = None
+    units: tuple[str, ...] | None = None
+    prefetch_bytes: int | None = None
+    max_grad_norm: float | None = None
+    saved_tensors: str = "auto"
+    sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        _check_choice("stage", self.stage, STAGES)
+        _check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
+        if isinstance(self.precision, str):
+            _check_choice("precision", self.precision, DTYPE_NAMES)
+            object.__setattr__(self, "precision", Precision(compute=self.precision))
+        if isinstance(self.units, str):
+            raise ConfigError(f"units={self.units!r}: give a tuple of names, ({self.units!r},)")
+        if self.units is not None:
+            object.__setattr__(self, "units", tuple(self.units))
+        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
+            raise ConfigError(
+                f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "
+                "prefetch off, or None for one unit ahead"
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"max_grad_norm={self.max_grad_norm}: give a positive norm, or None for no clipping"
+            )
+
+    @classmethod
+    def make(cls, config: Config | None, settings: Mapping[str, Any]) -> Config:
+        """`config` with `settings` on top.
+
+        Raises:
+            ConfigError: a setting is unknown (with the nearest known name) or does not fit.
+        """
+        known = {item.name: item for item in fields(cls)}
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"unknown setting {name!r}.{hint} Known settings: {', '.join(sorted(known))}"
+                )
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: pass a onecopy.Config, or its fields as "
+                "keyword arguments of shard"
+            )
+        base = {} if config is None else {name: getattr(config, name) for name in known}
+        return cls(**{**base, **settings})
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value in choices and not isinstance(value, bool):
+        return
+    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    listed = ", ".join(repr(choice) for choice in choices)
+    raise ConfigError(f"{name}={value!r} is not one of {listed}.{hint}")

@@ -1,0 +1,1 @@
+"""One training step: layout, stages, units, schedule, hooks and the optimizer on owned slices."""

@@ -1,0 +1,202 @@
+"""What one sharded model does with its units: demand, prefetch, release, refresh, rest.
+
+Hooks decide nothing, they call these verbs; the schedule says what is foreseen, the agreement
+makes sure that all ranks do the same, the units change their own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from onecopy.core.schedule import Schedule
+from onecopy.core.stages import STAGES
+from onecopy.core.unit import Unit, UnitSpec, UnitState
+
+if TYPE_CHECKING:
+    import torch
+
+    from onecopy.comm.collectives import Collectives
+    from onecopy.config import Config
+    from onecopy.events import Events
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The units of one model and the verbs on them.
+
+    Attributes:
+        units: in the order root first, then module order; `unit.number` is the place here.
+        used: units in the order of their first use in forward.
+        forwards: keys of the forwards since the last backward; they name the backward's segment.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Iterable[UnitSpec],
+        config: Config,
+        collectives: Collectives,
+        events: Events,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.stage = STAGES[config.stage]
+        self.collectives = collectives
+        self.events = events
+        self.schedule = Schedule()
+        self.units = [
+            Unit(number, spec, self.stage, collectives, events)
+            for number, spec in enumerate(specs)
+        ]
+        self.used: dict[Unit, None] = {}
+        self.forwards: list[Hashable] = []
+        self._held = 0
+        # Gathered units that somebody has demanded, in order.
+        self._live: dict[Unit, None] = {}
+        self._wishes = [
+            f"unit {unit.name} ({type(unit.module).__name__})" for unit in self.units
+        ]
+        self._insides = {unit: _units_inside(unit, self.units) for unit in self.units}
+        self._by_parameter = {
+            id(parameter): (unit, index)
+            for unit in self.units
+            for index, parameter in enumerate(unit.parameters)
+        }
+
+    # Looking up -------------------------------------------------------------------------------
+
+    def find(self, parameter: torch.Tensor) -> tuple[Unit, int] | None:
+        """The unit of a parameter and its number there, or None if it is not of this model."""
+        return self._by_parameter.get(id(parameter))
+
+    def units_of(self, module: nn.Module) -> tuple[Unit, ...]:
+        """The units that are gathered around this module's forward."""
+        return tuple(unit for unit in self.units if unit.module is module)
+
+    @property
+    def trainable_units(self) -> list[Unit]:
+        """Units with gradients."""
+        return [unit for unit in self.units if unit.gradients is not None]
+
+    @property
+    def is_held(self) -> bool:
+        """Everything is gathered and stays so (inside full_parameters)."""
+        return self._held > 0
+
+    # Verbs ------------------------------------------------------------------------------------
+
+    def demand(self, unit: Unit) -> None:
+        """The unit's values are needed now: gathered when this returns, the next under way."""
+        if unit.state is UnitState.GATHERED:
+            return
+        if not self.stage.releases:
+            unit.finish_gather()
+            return
+        self._live[unit] = None
+        agreement, wish = self.collectives.agreement, self._wishes[unit.number]
+        if self.schedule.use(unit):
+            agreement.scheduled(wish)
+        else:
+            agreement.agree(wish)
+        if unit.state is UnitState.SHARDED:
+            unit.start_gather()
+        self._prefetch()
+        unit.finish_gather()
+
+    def _prefetch(self) -> None:
+        """Start the gathers of the next units, as far ahead as the configuration allows."""
+        limit, ahead = self.config.prefetch_bytes, 0
+        for unit in self.schedule.upcoming():
+            if unit.state is UnitState.GATHERED:
+                # In use now, and needed again later: it will be gathered then.
+                continue
+            ahead += unit.flat.numel() * unit.flat.itemsize
+            if limit is not None and ahead > limit:
+                return
+            if unit.state is UnitState.SHARDED:
+                unit.start_gather()
+            if limit is None:
+                return
+
+    def release(self, unit: Unit, *, settled: bool = False) -> None:
+        """The unit's values are not needed for now (nothing happens where they are kept)."""
+        if self.stage.releases and not self._held and unit.state is UnitState.GATHERED:
+            self._live.pop(unit, None)
+            unit.release(settled=settled)
+
+    def release_passed(self, unit: Unit) -> None:
+        """Backward has come to `unit`: release the others that it has left behind.
+
+        Units whose module contains the unit's, like the root, are still needed.
+        """
+        for other in list(self._live):
+            if unit not in self._insides[other]:
+                self.release(other)
+
+    def rest(self) -> None:
+        """End of a segment: nothing stays gathered, prefetched units that nobody used neither."""
+        if not self.stage.releases or self._held:
+            return
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                unit.finish_gather()
+            self.release(unit)
+
+    def note_use(self, unit: Unit) -> None:
+        """Remember the order in which units are first used: reduces go the other way."""
+        self.used.setdefault(unit)
+
+    def refresh(self, units: Iterable[Unit]) -> None:
+        """After a step on these units: let every rank see the new values, in order of use."""
+        if self.stage.releases:
+            return
+        chosen = set(units)
+        in_order = [*self.used, *(unit for unit in self.units if unit not in self.used)]
+        for unit in in_order:
+            if unit in chosen:
+                if unit.state is UnitState.GATHERING:
+                    unit.finish_gather()
+                unit.refresh()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Gather everything, on all ranks together, and keep it until the end of the block.
+
+        What was changed by then goes to the masters.
+        """
+        self.begin_hold()
+        try:
+            yield
+        finally:
+            self.end_hold()
+
+    def begin_hold(self) -> None:
+        """See `hold`."""
+        if not self._held:
+            if self.stage.releases:
+                self.schedule.begin(("full parameters",))
+            for unit in self.units:
+                self.demand(unit)
+            self.schedule.end()
+        self._held += 1
+
+    def end_hold(self) -> None:
+        """See `hold`."""
+        self._held -= 1
+        if self._held:
+            return
+        for unit in self.units:
+            if unit.state is UnitState.GATHERED:
+                unit.take_values()
+                self.release(unit, settled=True)
+
+
+def _units_inside(unit: Unit, units: list[Unit]) -> frozenset[Unit]:
+    """The units whose module lies in this unit's module, or is the same."""
+    modules = {id(module) for module in unit.module.modules()}
+    return frozenset(other for other in units if id(other.module) in modules)

@@ -1,0 +1,212 @@
+"""Module and autograd moments of one sharded model, turned into verbs.
+
+Registered once, at shard: a pair of forward hooks on each module that has units and on the root,
+and one hook per trainable parameter. Hooks on outputs, which bring the moments of backward, are
+registered in each forward, and only where parameters are released.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onecopy.core.precision import DTYPES, cast_floating
+from onecopy.core.unit import UnitState
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from onecopy.core.backward import Backward
+    from onecopy.core.engine import Engine
+    from onecopy.core.unit import Unit
+
+__all__ = ["Hooks"]
+
+
+class Hooks:
+    """The hooks of one model; `remove` takes all of them away again."""
+
+    def __init__(self, engine: Engine, backward: Backward) -> None:
+        self._engine = engine
+        self._backward = backward
+        self._stack: list[nn.Module] = []
+        self._saved = _SavedTensors(engine, backward)
+        self._handles: list[RemovableHandle] = []
+        precision = engine.config.precision
+        self._cast_dtype: torch.dtype | None = None
+        if precision is not None and not isinstance(precision, str) and precision.cast_inputs:
+            self._cast_dtype = DTYPES[precision.compute] if precision.compute else None
+        modules = {id(unit.module): unit.module for unit in engine.units}
+        modules[id(engine.model)] = engine.model
+        for module in modules.values():
+            self._add_module(module)
+        for unit in engine.trainable_units:
+            for index, parameter in enumerate(unit.parameters):
+                if parameter.numel():
+                    hook = partial(backward.gradient_arrived, unit, index)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _add_module(self, module: nn.Module) -> None:
+        units = self._engine.units_of(module)
+        before: Callable[..., Any] = partial(self._before_forward, units)
+        after: Callable[..., Any] = partial(self._after_forward, units)
+        self._handles.append(
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        )
+        self._handles.append(
+            module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        )
+
+    # Forward ----------------------------------------------------------------------------------
+
+    def _before_forward(
+        self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """Gather the module's units. In backward this is the forward of a recomputation."""
+        engine = self._engine
+        if _in_backward():
+            self._backward.before_units(units)
+            return None
+        if not self._stack:
+            self._begin(module)
+        self._stack.append(module)
+        for unit in units:
+            engine.note_use(unit)
+            engine.demand(unit)
+        if module is engine.model and self._cast_dtype is not None:
+            return cast_floating(args, self._cast_dtype), cast_floating(kwargs, self._cast_dtype)
+        return None
+
+    def _after_forward(
+        self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Hook the outputs for backward and release. Called after an exception too."""
+        if _in_backward() or not self._stack or self._stack[-1] is not module:
+            return
+        self._stack.pop()
+        failed = output is None and sys.exc_info()[0] is not None
+        engine = self._engine
+        with_graph = torch.is_grad_enabled()
+        if with_graph and not failed and (engine.stage.releases or not self._stack):
+            self._hook_outputs(units, (args, kwargs), output)
+        for unit in units:
+            engine.release(unit, settled=not with_graph)
+        if not self._stack:
+            self._end(failed=failed)
+
+    def _begin(self, module: nn.Module) -> None:
+        engine = self._engine
+        self._backward.recover()
+        key: Hashable = (type(module).__name__, id(module), torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            engine.forwards.append(key)
+        engine.events.phase = "forward"
+        engine.schedule.begin(key)
+        if engine.stage.releases and torch.is_grad_enabled():
+            self._saved.begin(always=engine.config.saved_tensors == "always")
+
+    def _end(self, *, failed: bool) -> None:
+        self._saved.end()
+        self._engine.rest()
+        self._engine.schedule.end(failed=failed)
+        self._engine.events.phase = "api"
+        if failed and self._engine.forwards:
+            self._engine.forwards.pop()
+
+    def _hook_outputs(self, units: tuple[Unit, ...], inputs: Any, output: Any) -> None:
+        """Backward enters a module's units when a gradient reaches one of its outputs.
+
+        The hook goes on the node of the output's base: a view that is later modified in place
+        would lose its own. Outputs that were inputs belong to another module's backward.
+        """
+        earlier = {node for tensor in _tensors(inputs) if (node := _node(tensor)) is not None}
+        hook = partial(self._backward.before_units, units)
+        for tensor in _tensors(output):
+            node = _node(tensor)
+            if node is not None and node not in earlier:
+                node.register_prehook(hook)
+
+
+class _SavedTensors:
+    """Watches the tensors that autograd saves, and gathers on unpacking where no hook has.
+
+    Output hooks cannot see outputs inside opaque objects, or losses on weights. This net sees
+    every use of a parameter's memory in backward. It is on while the order of use is being
+    recorded, and stays on once it was needed.
+    """
+
+    def __init__(self, engine: Engine, backward: Backward) -> None:
+        self._engine = engine
+        self._backward = backward
+        self._is_needed = False
+        self._context: Any = None
+        self._units = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units}
+
+    def begin(self, *, always: bool) -> None:
+        """Start to watch, if this forward is to be watched."""
+        if always or self._is_needed or self._engine.schedule.is_recording:
+            self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._context.__enter__()
+
+    def end(self) -> None:
+        """Stop to watch."""
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, Unit | None]:
+        unit = None
+        if tensor.layout is torch.strided:
+            unit = self._units.get(tensor.untyped_storage()._cdata)
+        kept = tensor.detach() if tensor.grad_fn is not None else tensor
+        return kept, tensor._version, unit
+
+    def _unpack(self, packed: tuple[torch.Tensor, int, Unit | None]) -> torch.Tensor:
+        tensor, version, unit = packed
+        if unit is not None and unit.state is not UnitState.GATHERED:
+            self._is_needed = True
+            self._backward.enter()
+            self._engine.demand(unit)
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
+                f"{tensor._version}; expected version {version}"
+            )
+        return tensor
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _node(tensor: torch.Tensor) -> Any | None:
+    base = tensor._base
+    return (base if base is not None else tensor).grad_fn
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dicts, lists, tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

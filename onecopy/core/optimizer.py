@@ -1,0 +1,267 @@
+"""A plain torch.optim optimizer on owned slices.
+
+The optimizer stays the user's object. Its param_groups keep their identity, order and
+hyper-parameters; only their `params` become the *pieces* that this rank owns: 1-D views of the
+master slices. Step hooks do the rest: gradients are complete, clipped and in place before the
+step; changed slices are sent around after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from onecopy.errors import ShardingError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from onecopy.core.backward import Backward
+    from onecopy.core.engine import Engine
+    from onecopy.core.unit import Unit
+
+__all__ = ["Binding", "check_optimizer", "clip_gradients"]
+
+# Update rules that look at a whole matrix, or at norms of whole parameters: on a slice they would
+# compute something else without a word.
+NEEDS_WHOLE_PARAMETERS = frozenset(
+    "Adafactor CAME GaLoreAdamW LAMB LARS Lamb Lars LBFGS Muon SOAP Shampoo SOAPMuon".split()
+)
+
+
+def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The same object, if it can work on pieces.
+
+    Raises:
+        ShardingError: it is no torch.optim.Optimizer, or it needs whole matrices or sparse
+            gradients.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ShardingError(
+            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: call "
+            "shard with the optimizer itself, before a trainer wraps it"
+        )
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "SparseAdam" in names:
+        raise ShardingError(
+            "SparseAdam needs sparse gradients, and gradients are dense in a flat buffer: use "
+            "AdamW, and embeddings with sparse=False"
+        )
+    refused = sorted(names & NEEDS_WHOLE_PARAMETERS)
+    if refused:
+        raise ShardingError(
+            f"{refused[0]} needs whole parameters, but each rank owns pieces of them, cut anywhere: "
+            "use an elementwise optimizer (AdamW, SGD, RMSprop, ...)"
+        )
+    return optimizer
+
+
+class Binding:
+    """One optimizer on the owned slices of one or several models."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engines: Sequence[tuple[Engine, Backward]],
+    ) -> None:
+        self.optimizer = check_optimizer(optimizer)
+        self.engines = engines
+        self.units: dict[Unit, Engine] = {}
+        self._places: dict[int, tuple[Unit, int]] = {}
+        # For each group the user's parameters in their order, pieces or not.
+        self.parameters: list[list[nn.Parameter]] = []
+        self._handles: list[RemovableHandle] = []
+        self._check_parameters()
+        for group in optimizer.param_groups:
+            self._adopt_group(group)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def remove(self) -> None:
+        """Take the step hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Pieces -----------------------------------------------------------------------------------
+
+    def _find(self, parameter: torch.Tensor) -> tuple[Engine, Unit, int] | None:
+        for engine, _ in self.engines:
+            found = engine.find(parameter)
+            if found is not None:
+                return (engine, *found)
+        return None
+
+    def _check_parameters(self) -> None:
+        strangers = [
+            f"number {index} of group {number} (shape {tuple(parameter.shape)})"
+            for number, group in enumerate(self.optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter.numel() and self._find(parameter) is None
+        ]
+        if strangers:
+            raise ShardingError(
+                f"the optimizer holds {len(strangers)} parameters that belong to none of the given "
+                f"models, for example {strangers[0]}: their gradients would never be averaged over "
+                "the ranks. Make the optimizer from model.parameters() of the models you pass, or "
+                "pass all its models, shard([model_a, model_b], optimizer)"
+            )
+
+    def _adopt_group(self, group: dict[str, Any]) -> None:
+        """Put this rank's pieces in the place of a group's parameters, states included."""
+        state = self.optimizer.state
+        parameters, names = group["params"], group.get("param_names")
+        pieces, kept_names = [], []
+        for index, parameter in enumerate(parameters):
+            found = self._find(parameter)
+            old = state.pop(parameter, None)
+            if found is None:
+                continue
+            engine, unit, number = found
+            self.units[unit] = engine
+            piece = unit.pieces.get(number)
+            if piece is None:
+                continue
+            self._places[id(piece)] = (unit, number)
+            pieces.append(piece)
+            if names is not None:
+                kept_names.append(names[index])
+            if old:
+                state[piece] = _slice_state(old, unit, number)
+        self.parameters.append(list(parameters))
+        group["params"] = pieces
+        if names is not None:
+            group["param_names"] = kept_names
+
+    def adopt_new_groups(self) -> None:
+        """Take over groups that add_param_group has brought since."""
+        for group in self.optimizer.param_groups[len(self.parameters) :]:
+            self._adopt_group(group)
+
+    # Step -------------------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Make the gradients ready; with a closure, after the closure's backward."""
+        self.adopt_new_groups()
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._make_ready()
+            return None
+
+        def closure_then_ready() -> Any:
+            loss = closure()
+            self._make_ready()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_then_ready}
+        return (args[0], closure_then_ready, *args[2:]), kwargs
+
+    def _make_ready(self) -> None:
+        limits = set()
+        for engine, backward in self.engines:
+            if engine.is_held:
+                raise ShardingError(
+                    "optimizer.step() inside full_parameters: the step would change masters whose "
+                    "gathered values are written back afterwards. Step outside of it"
+                )
+            backward.flush()
+            engine.events.phase = "step"
+            limits.add(engine.config.max_grad_norm)
+        for limit in limits - {None}:
+            clipped = [e for e, _ in self.engines if e.config.max_grad_norm == limit]
+            clip_gradients(clipped, limit)
+
+    def _after_step(self, *_: Any) -> None:
+        """Changed slices become visible: at once where they stay, by a refresh where not."""
+        with torch.no_grad():
+            for engine, _backward in self.engines:
+                engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
+                engine.events.emit("step")
+                engine.events.phase = "api"
+
+
+def _slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:
+    """The part of a whole parameter's optimizer state that belongs to this rank's piece.
+
+    Tensors shaped like the parameter are cut, everything else (step counters) is kept.
+    """
+    shape = unit.parameters[number].shape
+    shard_rank = unit.shard_rank
+    (place,) = [place for place in unit.layout.pieces(shard_rank) if place.index == number]
+    return {
+        name: unit.in_memory_order(number, value)[place.offset : place.offset + place.numel].clone()
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim()
+        else value
+        for name, value in state.items()
+    }
+
+
+def clip_gradients(
+    engines: Iterable[Engine], max_norm: float | None, norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm of all gradients of these models together, and gradients scaled down to max_norm.
+
+    Args:
+        max_norm: no scaling where None.
+        norm_type: p of the p-norm; inf for the largest magnitude.
+
+    Returns:
+        0-d tensor, the same on all ranks, the norm before clipping.
+    """
+    engines = list(engines)
+    gradients = [
+        piece.grad
+        for engine in engines
+        for unit in engine.units
+        for piece in unit.pieces.values()
+        if piece.grad is not None
+    ]
+    device = engines[0].units[0].flat.device
+    infinite = norm_type == float("inf")
+    with torch.no_grad():
+        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
+        norms = [norm.to(device, torch.float32) for norm in norms]
+        local = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        if infinite:
+            total = engines[0].collectives.sum_of(local.max().reshape(1), maximum=True)[0]
+        else:
+            power = local.pow(norm_type).sum().reshape(1)
+            total = engines[0].collectives.sum_of(power)[0].pow(1.0 / norm_type)
+        if max_norm is not None and gradients:
+            scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, scale)
+    return total
+
+
+def refuse_unattached(
+    reference: weakref.ref[Engine], is_attached: Callable[[torch.optim.Optimizer], bool]
+) -> RemovableHandle:
+    """Watch all optimizers for steps on whole parameters of a sharded model.
+
+    Such a step would find no gradients and leave the model as it is, silently.
+    """
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        engine = reference()
+        if engine is None or is_attached(optimizer):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found = engine.find(parameter)
+                if found is not None and found[0].parameters[found[1]] is parameter:
+                    raise ShardingError(
+                        f"this {type(optimizer).__name__} was never attached: it holds whole "
+                        f"parameters of a sharded model ({found[0].names[found[1]]}), whose "
+                        "gradients are with their owners. Call onecopy.shard(model, optimizer) "
+                        "once, with this optimizer; on a sharded model it only attaches"
+                    )
+
+    return register_optimizer_step_pre_hook(check)

@@ -1,0 +1,177 @@
+"""Which parameters form a unit, without wrapping by the user.
+
+One unit for each repeated block (the children of the outermost ModuleList or Sequential of alike
+modules), one for each large leaf that is left over (embedding, head), one for the small rest at
+the root. A parameter that several modules use (tied weights) goes to a unit whose module contains
+all of its users. Each unit is uniform in device, dtypes, trainability and optimizer.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from onecopy.core.precision import Dtypes, dtypes_of
+from onecopy.core.unit import UnitSpec, is_dense
+from onecopy.errors import ConfigError, ShardingError
+
+if TYPE_CHECKING:
+    from onecopy.config import Config
+
+__all__ = ["find_units"]
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+# Leaves that are always used by calling them. Others (the projection inside MultiheadAttention,
+# for one) may be read by their parent behind their back, so exact types only.
+CALLED_LEAVES = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LARGE_LEAF_NUMEL = 100_000
+
+
+def find_units(
+    root: nn.Module, config: Config, owner_of: Callable[[nn.Parameter], Hashable]
+) -> list[UnitSpec]:
+    """The units of a model, the root's first, then in module order.
+
+    Args:
+        owner_of: what a parameter is updated by; parameters of one unit have the same.
+
+    Raises:
+        ConfigError: a name in config.units matches no module.
+        ShardingError: a parameter cannot be laid into a flat buffer.
+    """
+    chosen = _chosen_modules(root, config.units)
+    chains = _chains(root)
+    groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes]] = {}
+    for name, parameter in root.named_parameters():
+        _check(name, parameter)
+        module = _unit_module(chains[id(parameter)], chosen, root)
+        owner_type = type(chains[id(parameter)][0][-1]).__name__
+        dtypes = dtypes_of(parameter, owner_type, config.precision)  # type: ignore[arg-type]
+        kind = (parameter.device, dtypes, parameter.requires_grad, owner_of(parameter))
+        groups.setdefault((id(module), kind), []).append((name, parameter))
+        kinds[(id(module), kind)] = (module, dtypes)
+    return list(_specs(root, groups, kinds))
+
+
+def _specs(
+    root: nn.Module,
+    groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]],
+    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes]],
+) -> Iterator[UnitSpec]:
+    names = {id(module): name or "root" for name, module in root.named_modules()}
+    order = {identity: number for number, identity in enumerate(names)}
+    count: dict[int, int] = {}
+    for key in sorted(groups, key=lambda key: order[key[0]]):
+        parameters = groups[key]
+        if not any(parameter.numel() for _, parameter in parameters):
+            continue
+        module, dtypes = kinds[key]
+        seen = count[key[0]] = count.get(key[0], 0) + 1
+        yield UnitSpec(
+            name=names[key[0]] + (f"[{seen}]" if seen > 1 else ""),
+            module=module,
+            parameters=tuple(parameters),
+            dtypes=dtypes,
+            trainable=parameters[0][1].requires_grad,
+        )
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_meta:
+        raise ShardingError(
+            f"parameter {name} is on the meta device, so it has no values to share out: "
+            "materialise the model first, model.to_empty(device=...), and initialise it"
+        )
+    if type(parameter).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+        raise ShardingError(
+            f"parameter {name} is a {type(parameter).__name__}, a tensor subclass that cannot be "
+            "viewed as a part of a flat buffer: shard the model before it is converted (quantized, "
+            "distributed), or leave this module out"
+        )
+    if parameter.layout != parameter.new_empty(0).layout or not parameter.is_contiguous() and (
+        not is_dense(parameter)
+    ):
+        raise ShardingError(
+            f"parameter {name} (layout {parameter.layout}, strides {parameter.stride()}) is sparse "
+            "or not dense in memory: replace it by p.contiguous() first"
+        )
+    if parameter.requires_grad and parameter.is_complex():
+        raise ShardingError(
+            f"parameter {name} is complex and trainable: register torch.view_as_real(parameter) "
+            "as the parameter and view it as complex in forward"
+        )
+
+
+def _chains(root: nn.Module) -> dict[int, list[list[nn.Module]]]:
+    """For each parameter (by id) every way from the root to a module that holds it."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    chains: dict[int, list[list[nn.Module]]] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parts = name.split(".") if name else []
+                prefixes = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+                chain = [modules[prefix] for prefix in prefixes]
+                chains.setdefault(id(parameter), []).append(chain)
+    return chains
+
+
+def _unit_module(
+    chains: list[list[nn.Module]], chosen: set[int], root: nn.Module
+) -> nn.Module:
+    """The outermost chosen module that contains all users of a parameter, else a leaf or root."""
+    others = [{id(module) for module in chain} for chain in chains[1:]]
+    common = [module for module in chains[0] if all(id(module) in other for other in others)]
+    for module in common:
+        if id(module) in chosen:
+            return module
+    leaf = common[-1]
+    if type(leaf) in CALLED_LEAVES and leaf is chains[0][-1]:
+        numel = sum(parameter.numel() for parameter in leaf.parameters(recurse=False))
+        if numel >= LARGE_LEAF_NUMEL:
+            return leaf
+    return root
+
+
+def _chosen_modules(root: nn.Module, patterns: tuple[str, ...] | None) -> set[int]:
+    if patterns is None:
+        return {id(module) for module in _repeated_blocks(root)}
+    chosen: set[int] = set()
+    names = {name: module for name, module in root.named_modules() if name}
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise ConfigError(
+                f"units={pattern!r} matches no module. The model's modules are for example "
+                f"{', '.join(list(names)[:8])}"
+            )
+        for name in found:
+            if isinstance(names[name], nn.ModuleList | nn.ModuleDict | nn.ParameterList):
+                raise ConfigError(
+                    f"units={pattern!r}: {name} is a {type(names[name]).__name__}, which is never "
+                    f"called itself; name its children, {name + '.*'!r}"
+                )
+            chosen.add(id(names[name]))
+    return chosen
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Children of the outermost containers of alike modules that hold parameters."""
+    children = list(module.children())
+    if isinstance(module, CONTAINERS) and len(children) > 1:
+        alike = len({type(child) for child in children}) == 1
+        if alike and all(_is_called_block(child) for child in children):
+            yield from children
+            return
+    for child in children:
+        yield from _repeated_blocks(child)
+
+
+def _is_called_block(module: nn.Module) -> bool:
+    """A module with parameters that is used by calling it."""
+    uncalled = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return not isinstance(module, uncalled) and any(True for _ in module.parameters())

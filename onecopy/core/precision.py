@@ -1,0 +1,68 @@
+"""Compute, reduce and master dtypes of one parameter, from the user's `Precision`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from onecopy.config import Precision
+
+__all__ = ["DTYPES", "Dtypes", "cast_floating", "dtypes_of"]
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Dtypes of one unit.
+
+    compute: what forward and backward see. reduce: gradients on the wire. master: the slice that
+    the optimizer updates and the gradients that accumulate in it.
+    """
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    master: torch.dtype
+
+
+def dtypes_of(parameter: torch.Tensor, module_type: str, precision: Precision | None) -> Dtypes:
+    """The dtypes of a parameter that belongs to a module of class `module_type`.
+
+    A frozen parameter has no optimizer state to protect: its master is its compute dtype.
+    """
+    precision = precision or Precision()
+    compute = parameter.dtype
+    if precision.compute is not None and compute.is_floating_point:
+        kept = module_type in precision.keep_fp32
+        compute = torch.float32 if kept else DTYPES[precision.compute]
+    low = compute.is_floating_point and compute.itemsize < torch.float32.itemsize
+    master = torch.float32 if low and parameter.requires_grad else compute
+    reduce = compute
+    if precision.reduce is not None and compute.is_floating_point:
+        reduce = DTYPES[precision.reduce]
+    return Dtypes(compute, reduce, master)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in it cast to `dtype`.
+
+    Walks dicts, lists, tuples, named tuples and dataclasses; everything else is passed on as is.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)({key: cast_floating(item, dtype) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            item.name: cast_floating(getattr(value, item.name), dtype)
+            for item in fields(value)
+            if item.init
+        }
+        return replace(value, **changes)
+    return value

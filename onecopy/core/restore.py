@@ -1,0 +1,78 @@
+"""The way back: full values into the parameters, whole states into the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.comm.compare import gather_objects
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from onecopy.core.engine import Engine
+    from onecopy.core.optimizer import Binding
+    from onecopy.core.unit import Unit
+
+__all__ = ["restore_model"]
+
+
+def restore_model(engine: Engine, bindings: Iterable[Binding]) -> None:
+    """Give a gathered model memory of its own, and its optimizers the parameters back."""
+    states = {id(binding): _gather_states(engine, binding) for binding in bindings}
+    with torch.no_grad():
+        for unit in engine.units:
+            unit.detach_parameters()
+    for binding in bindings:
+        whole = states[id(binding)]
+        optimizer = binding.optimizer
+        for group, parameters in zip(optimizer.param_groups, binding.parameters, strict=True):
+            for piece in group["params"]:
+                optimizer.state.pop(piece, None)
+            group["params"] = parameters
+            for parameter in parameters:
+                if id(parameter) in whole:
+                    optimizer.state[parameter] = whole[id(parameter)]
+
+
+def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]]:
+    """Whole optimizer states by parameter id, put together from all ranks' pieces."""
+    whole: dict[int, dict[str, Any]] = {}
+    for unit in engine.units:
+        if unit not in binding.units:
+            continue
+        mine = {
+            number: (_offset(unit, number), binding.optimizer.state[piece])
+            for number, piece in unit.pieces.items()
+            if piece in binding.optimizer.state
+        }
+        everyone = gather_objects(engine.collectives.groups.shard, mine)
+        for number, parameter in enumerate(unit.parameters):
+            parts = [part[number] for part in everyone if number in part]
+            if parts:
+                whole[id(parameter)] = _assemble(parameter, parts)
+    return whole
+
+
+def _offset(unit: Unit, number: int) -> int:
+    places = unit.layout.pieces(unit.shard_rank)
+    return next(place.offset for place in places if place.index == number)
+
+
+def _assemble(
+    parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]]
+) -> dict[str, Any]:
+    """One whole state: tensors as long as their piece are joined, the rest is the first rank's."""
+    parts = sorted(parts, key=lambda part: part[0])
+    state: dict[str, Any] = {}
+    for name, value in parts[0][1].items():
+        values = [part[1][name] for part in parts]
+        is_elementwise = isinstance(value, torch.Tensor) and value.dim() == 1
+        if is_elementwise and sum(one.numel() for one in values) == parameter.numel():
+            joined = torch.cat([one.to(parameter.device) for one in values])
+            state[name] = joined.as_strided(parameter.size(), parameter.stride()).clone()
+        else:
+            state[name] = value
+    return state

@@ -1,0 +1,310 @@
+"""A unit: parameters that are gathered, computed with and released together.
+
+The parameters are views of one flat buffer in the compute dtype. This rank owns one slice of it,
+in master precision; the slice's pieces are what the optimizer sees. This is the only file that
+changes a unit's state:
+
+    SHARDED --start_gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
+                                  ^                            |
+                                  `---------- refresh ---------'   (after a step, stages 1 and 2)
+
+SHARDED: only the owned slice holds values; parameters wear the guard.
+GATHERING: the ranks' slices are under way into the flat buffer; parameters wear the guard.
+GATHERED: parameters hold their values.
+
+Tensor roles (n = padded_numel of the layout, s = slice_numel, N slices, n = N s):
+    flat    (n,) compute dtype; parameters are its views; its storage is freed while SHARDED
+    own     (s,) the part of flat that this rank owns
+    master  (s,) master dtype; the same memory as `own` where flat stays and the dtypes are equal
+    pieces  1-D views of master, one for each parameter that overlaps the slice
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from onecopy.core.gradients import Gradients
+from onecopy.core.guard import guard_class
+from onecopy.core.layout import Layout
+from onecopy.errors import ParameterReleasedError, UnitStateError
+from onecopy.memory import buffers
+
+if TYPE_CHECKING:
+    from onecopy.comm.collectives import Collectives, Pending
+    from onecopy.core.precision import Dtypes
+    from onecopy.core.stages import Stage
+    from onecopy.events import Events
+
+__all__ = ["Unit", "UnitSpec", "UnitState"]
+
+ALIGNMENT_BYTES = 64
+
+
+class UnitState(Enum):
+    """Where a unit's values are; see the module's docstring."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """What a unit will consist of, before any memory is touched.
+
+    name: the module's name, with a suffix where one module has several units.
+    module: the module around whose forward the unit is gathered.
+    parameters: (full name, parameter), all of one device, compute dtype and trainability.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    dtypes: Dtypes
+    trainable: bool
+
+
+class Unit:
+    """See the module's docstring."""
+
+    def __init__(
+        self, number: int, spec: UnitSpec, stage: Stage, collectives: Collectives, events: Events
+    ) -> None:
+        self.number = number
+        self.name = spec.name
+        self.module = spec.module
+        self.names = [name for name, _ in spec.parameters]
+        self.parameters = [parameter for _, parameter in spec.parameters]
+        self.dtypes = spec.dtypes
+        self.state = UnitState.GATHERED
+        self._stage = stage
+        self._collectives = collectives
+        self._events = events
+        self._pending: Pending | None = None
+        self._lay_flat()
+        self._classes = [type(parameter) for parameter in self.parameters]
+        guards = {kind: guard_class(kind, self._touch) for kind in set(self._classes)}
+        self._guards = [guards[kind] for kind in self._classes]
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._warned = False
+        self.gradients = Gradients(self, collectives, stage) if spec.trainable else None
+        self._num_owners = buffers.num_owners(self.flat)
+        if stage.releases:
+            self._drop_values()
+
+    # Construction -----------------------------------------------------------------------------
+
+    def _lay_flat(self) -> None:
+        """Lay the parameters into one flat buffer, equal on all ranks, and keep the own slice."""
+        shard, replica = self._collectives.groups.shard, self._collectives.groups.replica
+        compute, master = self.dtypes.compute, self.dtypes.master
+        self.layout = Layout(
+            tuple(parameter.numel() for parameter in self.parameters),
+            num_slices=shard.size,
+            num_replicas=replica.size,
+            alignment=ALIGNMENT_BYTES // min(compute.itemsize, master.itemsize),
+        )
+        device = self.parameters[0].device
+        # The masters keep what the user's parameters hold, before any cast to the compute dtype.
+        source = torch.zeros(self.layout.padded_numel, dtype=master, device=device)
+        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
+            view_of(source, start, parameter).copy_(parameter.detach())
+        self._collectives.broadcast(source)
+        self.flat = source if compute == master else source.to(compute)
+        low = shard.rank * self.layout.slice_numel
+        high = low + self.layout.slice_numel
+        self.own = self.flat[low:high]
+        shared = compute == master and not self._stage.releases
+        self.master = self.own if shared else source[low:high].clone()
+        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
+            parameter.data = view_of(self.flat, start, parameter)
+        self.pieces: dict[int, nn.Parameter] = {
+            piece.index: nn.Parameter(
+                self.master[piece.start : piece.start + piece.numel],
+                requires_grad=self.parameters[piece.index].requires_grad,
+            )
+            for piece in self.layout.pieces(shard.rank)
+        }
+
+    # Verbs ------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to collect all ranks' slices into the flat buffer."""
+        self._expect("start_gather", UnitState.SHARDED)
+        if buffers.is_freed(self.flat):
+            buffers.grow(self.flat)
+        self._send_own("gather")
+
+    def finish_gather(self) -> None:
+        """Wait until all slices are here; the parameters hold their values."""
+        self._expect("finish_gather", UnitState.GATHERING)
+        assert self._pending is not None, "a gathering unit has a transfer under way"
+        self._pending.finish()
+        self._pending = None
+        self._remove_guard()
+
+    def release(self, *, settled: bool) -> None:
+        """Give the gathered values back; changes made to them go to the masters first.
+
+        Args:
+            settled: no autograd graph can hold views of the parameters, so that any other owner
+                of the storage is an alias of the user's, for whom the bytes are then kept.
+        """
+        self._expect("release", UnitState.GATHERED)
+        self.keep_changes()
+        self._events.emit("release", self.name)
+        self._drop_values(keep_bytes=settled and self._has_aliases())
+
+    def refresh(self) -> None:
+        """After a step that changed the masters: begin to send the new values around."""
+        self._expect("refresh", UnitState.GATHERED)
+        self._put_guard()
+        self._send_own("refresh")
+
+    def abort(self) -> None:
+        """Back to rest after an exception; transfers under way are waited for."""
+        if self.state is UnitState.GATHERING:
+            self.finish_gather()
+        if self.state is UnitState.GATHERED and self._stage.releases:
+            self._drop_values()
+
+    def keep_changes(self) -> None:
+        """Take over into the master what was written into the gathered parameters since.
+
+        Only elements that differ from the master's rounded value are taken over, so that reading
+        and writing back never costs a master its precision.
+        """
+        versions = [parameter._version for parameter in self.parameters]
+        if versions == self._versions:
+            return
+        self._versions = versions
+        self.take_values()
+
+    def take_values(self) -> None:
+        """Make the master hold the values of the gathered flat buffer."""
+        if self.master is self.own:
+            return
+        changed = self.own != self.master.to(self.own.dtype)
+        values = self.own.to(self.master.dtype)
+        self.master.copy_(torch.where(changed, values, self.master))
+
+    def detach_parameters(self) -> None:
+        """Give the gathered parameters memory of their own, in master precision; no way back."""
+        self._expect("detach_parameters", UnitState.GATHERED)
+        whole = self.flat
+        if self.dtypes.master != self.dtypes.compute:
+            whole = self.flat.to(self.dtypes.master)
+        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
+            parameter.data = view_of(whole, start, parameter).clone()
+
+    # Moves ------------------------------------------------------------------------------------
+
+    def _expect(self, verb: str, state: UnitState) -> None:
+        if self.state is not state:
+            raise UnitStateError(
+                f"unit {self.name}: {verb} needs a unit that is {state.value}, this one is "
+                f"{self.state.value}. If your code calls verbs of units itself, look there; "
+                "otherwise please report it"
+            )
+
+    def _send_own(self, kind: str) -> None:
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        self._pending = self._collectives.gather(self.flat, self.number)
+        self.state = UnitState.GATHERING
+        self._events.emit(
+            "refresh" if kind == "refresh" else "gather",
+            self.name,
+            num_bytes=self._pending.num_bytes,
+            group="shard",
+        )
+
+    def _drop_values(self, *, keep_bytes: bool = False) -> None:
+        self._put_guard()
+        if not keep_bytes:
+            buffers.free(self.flat)
+        self.state = UnitState.SHARDED
+
+    def _put_guard(self) -> None:
+        for parameter, guard in zip(self.parameters, self._guards, strict=True):
+            parameter.__class__ = guard
+
+    def _remove_guard(self) -> None:
+        for parameter, plain in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = plain
+        self._versions = [parameter._version for parameter in self.parameters]
+        self.state = UnitState.GATHERED
+
+    def _has_aliases(self) -> bool:
+        """Whether somebody else holds the storage: then its bytes must stay (see docs)."""
+        if buffers.num_owners(self.flat) <= self._num_owners:
+            return False
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a tensor outside the model still shares memory with parameters of unit "
+                f"{self.name} ({', '.join(self.names[:3])}...): its bytes stay allocated for that "
+                "tensor's sake. Take copies instead, for example p.detach().clone()",
+                stacklevel=2,
+            )
+        return True
+
+    @property
+    def shard_rank(self) -> int:
+        """Number of the slice that this rank owns."""
+        return self._collectives.groups.shard.rank
+
+    def in_memory_order(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A tensor shaped like parameter `index`, 1-D, in the order of the flat buffer."""
+        stride = self.parameters[index].stride()
+        if value.stride() != stride:
+            value = value.new_empty_strided(value.size(), stride).copy_(value)
+        return value.as_strided((value.numel(),), (1,))
+
+    def _touch(self, parameter: torch.Tensor) -> None:
+        """A guarded parameter's values are wanted: wait for a refresh, else say what to do."""
+        if self.state is UnitState.GATHERING and not self._stage.releases:
+            self.finish_gather()
+            return
+        if self.state is UnitState.GATHERED:
+            return
+        name = next(
+            name
+            for name, own in zip(self.names, self.parameters, strict=True)
+            if own is parameter
+        )
+        raise ParameterReleasedError(
+            f"parameter {name} is released: its values are with their owners, and its unit "
+            f"({self.name}) is gathered only around the forward of "
+            f"{type(self.module).__name__} and in backward. To read or change values, use "
+            "`with onecopy.full_parameters(model):` on all ranks; if a module uses another "
+            "module's parameter, name a module that contains both as a unit: "
+            "shard(..., units=(...))"
+        )
+
+
+def view_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of `flat` from `start` on as a tensor like `parameter`.
+
+    Keeps a dense memory format (channels_last); everything else becomes contiguous.
+    """
+    if is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride(), start)
+    return flat[start : start + parameter.numel()].view(parameter.size())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides cover numel() elements without gap or overlap, in any dim order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

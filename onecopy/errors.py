@@ -1,0 +1,58 @@
+"""Every exception of onecopy, as one tree.
+
+OneCopyError
+|- ConfigError             a setting is unknown or does not fit (also a ValueError)
+|- ShardingError           a model or optimizer cannot be sharded, or was used against its state
+|- MismatchError           ranks brought different models, settings or optimizers to `shard`
+|- DivergenceError         ranks want different units at the same moment
+|- ParameterReleasedError  values of a parameter were touched while its unit is released
+|- UnitStateError          an illegal move of a unit (a bug in onecopy, or a caller of internals)
+`- CommunicationError      a transfer failed: a peer died, or the connection broke
+
+Messages say what happened, to which name and on which rank, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CommunicationError",
+    "ConfigError",
+    "DivergenceError",
+    "MismatchError",
+    "OneCopyError",
+    "ParameterReleasedError",
+    "ShardingError",
+    "UnitStateError",
+]
+
+
+class OneCopyError(Exception):
+    """Base of every error that onecopy raises on purpose."""
+
+
+class ConfigError(OneCopyError, ValueError):
+    """A setting is unknown, has an impossible value, or contradicts another one."""
+
+
+class ShardingError(OneCopyError, RuntimeError):
+    """A model or optimizer cannot be sharded, or is used in a way its state does not allow."""
+
+
+class MismatchError(OneCopyError, RuntimeError):
+    """Ranks called `shard` with different models, optimizers or settings."""
+
+
+class DivergenceError(OneCopyError, RuntimeError):
+    """Ranks want different units at the same moment, or a rank will never come."""
+
+
+class ParameterReleasedError(OneCopyError, RuntimeError):
+    """Values of a parameter were touched while its unit is released."""
+
+
+class UnitStateError(OneCopyError, RuntimeError):
+    """A unit was asked for a move that its state does not allow."""
+
+
+class CommunicationError(OneCopyError, RuntimeError):
+    """A transfer between ranks failed."""

@@ -1,0 +1,1 @@
+"""Between tiers: the only folder that allocates or moves bulk storage."""

@@ -1,0 +1,73 @@
+"""Storage that is given back and taken again while views of it stay alive.
+
+A unit's flat buffer is one tensor whose parameters are views. Releasing it resizes the *storage*
+to nothing and gathering grows it again: views, and whatever autograd saved of them, follow. (To
+re-point the parameters instead would leave saved views on the old memory, alive and stale.)
+
+On Linux two things are done so that released memory really goes back and comes again cheaply:
+glibc is told to return freed blocks of a mebibyte and more (otherwise its threshold adapts, and a
+process that releases its units looks as large as one that does not), and large buffers ask for
+huge pages, which makes their page faults several times cheaper.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["free", "grow", "is_freed", "num_owners", "return_freed_blocks"]
+
+MMAP_THRESHOLD_BYTES = 1 << 20
+HUGE_PAGE_BYTES = 2 << 20
+M_MMAP_THRESHOLD, MADV_HUGEPAGE = -3, 14
+
+
+@cache
+def _libc() -> Any | None:
+    """glibc, or None where the process runs on something else."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt") or not hasattr(library, "madvise"):
+        return None
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+def return_freed_blocks() -> None:
+    """From now on, freed blocks of a mebibyte and more go back to the system at once (glibc)."""
+    library = _libc()
+    if library is not None:
+        library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the storage of `tensor` holds no bytes."""
+    return tensor.untyped_storage().nbytes() == 0
+
+
+def grow(tensor: torch.Tensor) -> None:
+    """Give the storage under `tensor`, which starts at its beginning, its bytes (undefined)."""
+    storage = tensor.untyped_storage()
+    num_bytes = tensor.numel() * tensor.itemsize
+    storage.resize_(num_bytes)
+    if num_bytes >= 2 * HUGE_PAGE_BYTES and tensor.device.type == "cpu":
+        library, address = _libc(), storage.data_ptr()
+        if library is not None:
+            start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            length = (address + num_bytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            library.madvise(start, length, MADV_HUGEPAGE)
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Give the bytes of the storage under `tensor` back; all its views are empty-handed now."""
+    tensor.untyped_storage().resize_(0)
+
+
+def num_owners(tensor: torch.Tensor) -> int:
+    """How many tensors (and other owners, numpy arrays among them) share this storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
