@@ -1,0 +1,169 @@
+"""Closed formulas: model-state bytes per rank, and elements sent per rank and step, at each stage.
+
+This file owns arithmetic only. It does not know torch, models or processes, so a plan, a table
+or a test can use it anywhere. Two sets of figures live side by side: what this library holds
+(`state_bytes`) and what the ZeRO paper states for mixed-precision Adam (`paper_state_bytes`).
+They differ because the paper keeps its 16-bit parameters at stage 3 and counts gradients in
+16 bit, while this library makes 16-bit parameters from the masters at each gather.
+
+P is the number of parameter elements including padding, N the number of ranks. With P the
+padded number (always a multiple of N) the formulas are exact, not approximate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from onecopy.core.stages import STAGES, Stage
+from onecopy.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementWidths:
+    """Bytes that one parameter element takes in each model state."""
+
+    compute: int = 4  # what forward and backward use
+    master: int = 4  # what the optimizer updates
+    gradient: int = 4  # the reduced gradient that the optimizer reads
+    optimizer: int = 8  # all optimizer states together: Adam keeps two fp32 moments
+
+
+FP32 = ElementWidths()
+BF16 = ElementWidths(compute=2)
+ADAM_STATES_WITH_MASTER = 12  # the paper's K: fp32 master, momentum, variance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes of model states that one rank holds after a backward and before the step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the three, in bytes."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Model-sized messages that one rank takes part in per step, by the kind of event.
+
+    1 means every parameter element once. An all-reduce counts as 2, because it is a reduce
+    followed by a gather. Multiply by (N-1)/N for what one rank really sends.
+    """
+
+    gather: int
+    reduce: int
+    refresh: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the three, in multiples of the number of parameter elements."""
+        return self.gather + self.reduce + self.refresh
+
+    def by_kind(self) -> dict[str, int]:
+        """The three by the kind of event that carries them."""
+        return {"gather": self.gather, "reduce": self.reduce, "refresh": self.refresh}
+
+
+def state_bytes(
+    stage: int, num_parameters: int, world_size: int, widths: ElementWidths = FP32
+) -> StateBytes:
+    """Bytes per rank after a backward and before the step, where each term is as wide as its dtype.
+
+    `num_parameters` counts elements (P); where it is not a multiple of `world_size` the largest
+    rank is meant. Raises ConfigError for a stage outside 0 to 3 or a size below 1.
+
+    - stage 0 cuts nothing
+    - stage 1 cuts master, reduced gradient and optimizer states, and keeps the full gradient buffer
+    - stage 2 frees that buffer unit by unit in backward
+    - stage 3 holds no full parameters either
+    """
+    cut = _stage(stage, world_size)
+    if num_parameters < 1:
+        raise ConfigError(f"num_parameters is {num_parameters}: give a model with parameters.")
+    owned = -(-num_parameters // world_size) if cut.shards_anything else num_parameters
+    compute = 0 if cut.releases else num_parameters * widths.compute
+    # In full precision the flat buffer is itself the master, as long as the rank keeps it.
+    shares_master = not cut.releases and widths.compute == widths.master
+    local_gradients = num_parameters * widths.compute if cut.keeps_gradient_buffer else 0
+    return StateBytes(
+        parameters=compute + (0 if shares_master else owned * widths.master),
+        gradients=local_gradients + owned * widths.gradient,
+        optimizer=owned * widths.optimizer,
+    )
+
+
+def data_parallel_bytes(num_parameters: int, widths: ElementWidths = FP32) -> StateBytes:
+    """Bytes per rank of plain data parallel training: everything whole on every rank."""
+    return state_bytes(0, num_parameters, 1, widths)
+
+
+def paper_state_bytes(
+    stage: int,
+    num_parameters: int,
+    world_size: int,
+    optimizer_bytes: int = ADAM_STATES_WITH_MASTER,
+) -> float:
+    """Bytes per rank as the ZeRO paper states them (Table 1), optimizer states with their master.
+
+    16-bit parameters and gradients take 2 bytes an element each, `optimizer_bytes` is the
+    paper's K. Stage 0 is 16 P, stage 1 is P (4 + 12/N), 2 is P (2 + 14/N), 3 is 16 P / N.
+    """
+    cut = _stage(stage, world_size)
+    states = (
+        (cut.cut_parameters, 2),
+        (cut.cut_gradients, 2),
+        (cut.cut_optimizer, optimizer_bytes),
+    )
+    per_parameter = sum(width / world_size if is_cut else width for is_cut, width in states)
+    return num_parameters * per_parameter
+
+
+def traffic(stage: int, backwards: int = 1, no_sync: bool = False) -> Traffic:
+    """Messages per optimizer step with `backwards` backwards in it, by the kind of event.
+
+    With `no_sync` all backwards but the last keep their gradients local and reduce nothing;
+    stage 3 still gathers its parameters twice a backward. Raises ConfigError for bad values.
+    """
+    cut = _stage(stage)
+    if backwards < 1:
+        raise ConfigError(f"backwards is {backwards}: a step needs at least one backward.")
+    reduces = 1 if no_sync else backwards
+    if not cut.shards_anything:
+        return Traffic(gather=0, reduce=2 * reduces, refresh=0)
+    gathers, refreshes = (2 * backwards, 0) if cut.releases else (0, 1)
+    return Traffic(gather=gathers, reduce=reduces, refresh=refreshes)
+
+
+def elements_sent(
+    stage: int, world_size: int, backwards: int = 1, no_sync: bool = False
+) -> Fraction:
+    """Elements that one rank sends per step, as an exact multiple of the number of parameters.
+
+    Stage 0 sends 2k, stages 1 and 2 k + 1, stage 3 3k times (N-1)/N, with k backwards;
+    with `no_sync` on the first k - 1 of them 2, 2, 2 and 2k + 1.
+    """
+    _stage(stage, world_size)
+    return traffic(stage, backwards, no_sync).total * Fraction(world_size - 1, world_size)
+
+
+def bytes_sent(messages: int, num_parameters: int, world_size: int, bytes_per_element: int) -> int:
+    """Bytes that one rank sends for `messages` model-sized messages (a field of `Traffic`)."""
+    whole = messages * num_parameters * bytes_per_element
+    return whole * (world_size - 1) // world_size
+
+
+def _stage(stage: int, world_size: int = 1) -> Stage:
+    if stage not in STAGES:
+        raise ConfigError(
+            f"stage is {stage!r}: choose 0 (plain data parallel), 1 (cut optimizer states), "
+            "2 (and gradients) or 3 (and parameters)."
+        )
+    if world_size < 1:
+        raise ConfigError(f"world_size is {world_size}: it counts processes, at least 1.")
+    return STAGES[stage]

@@ -1,0 +1,138 @@
+"""A byte-level GPT, small enough to read in one go.
+
+This file owns the network and how text is sampled from it. It knows nothing of ranks, stages or
+onecopy: the trainer shards it like any other `nn.Module`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+NUM_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """The sizes of a GPT."""
+
+    context: int = 96
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    tie_head: bool = False
+
+
+class Attention(nn.Module):
+    """Causal self-attention: each position looks at itself and at what came before."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query_key_value = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) -> (batch, time, width)."""
+        batch, time, width = x.shape
+        split = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head width)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return y
+
+
+class MLP(nn.Module):
+    """Two linear maps around a GELU, applied to each position alone."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.out = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) -> (batch, time, width)."""
+        y: Tensor = self.out(functional.gelu(self.up(x)))
+        return y
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each on a normalized copy and added to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) -> (batch, time, width)."""
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class GPT(nn.Module):
+    """Predicts the next byte of a text from the bytes before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(NUM_BYTES, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, NUM_BYTES, bias=False)
+        self._initialize()
+        if config.tie_head:
+            self.head.weight = self.embedding.weight
+
+    def _initialize(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        # Every layer adds twice to the stream: smaller output weights keep its size at any depth.
+        for block in self.blocks:
+            assert isinstance(block, Block), "blocks holds Block modules only"
+            for linear in (block.attention.out, block.mlp.out):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits for each position, or with `targets` the mean loss in nats per byte.
+
+        `tokens` and `targets` are (batch, time) int64 with time at most the context; the
+        logits are (batch, time, 256), the loss is a scalar in fp32.
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.positions(places)  # (batch, time, width)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, num_bytes: int, context: int, seed: int = 0) -> bytes:
+    """`num_bytes` bytes that continue `prompt` (at least one byte), drawn from the model.
+
+    The model sees at most the last `context` bytes. Equal seeds give equal texts on every rank.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    text = bytearray(prompt)
+    for _ in range(num_bytes):
+        tokens = torch.tensor([list(text[-context:])], device=device)  # (1, time)
+        logits = model(tokens)[0, -1].float().cpu()  # (256,)
+        # Slightly sharper than the model's own distribution: fewer slips, still varied.
+        probabilities = torch.softmax(logits / 0.8, dim=-1)
+        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return bytes(text[len(prompt) :])

@@ -1,0 +1,144 @@
+"""The trainer's options: one record from which the command line and its help are made.
+
+This file owns names, defaults, help texts and the checks that need no data. It must not import
+torch, so that `onecopy train --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from onecopy.errors import ConfigError
+
+
+def _help(
+    text: str, *, choices: tuple[Any, ...] = (), metavar: str | None = None
+) -> dict[str, Any]:
+    """What the command line shows about a field, and how it calls its value."""
+    return {"help": text, "choices": choices, "metavar": metavar}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Everything `onecopy train` can be told. Raises ConfigError for values that cannot work."""
+
+    stage: int = field(
+        default=3,
+        metadata=_help(
+            "what to cut over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, "
+            "3 parameters too",
+            choices=(0, 1, 2, 3),
+        ),
+    )
+    nproc: int = field(
+        default=2,
+        metadata=_help(
+            "processes to start on this machine; ignored under torchrun, which starts its own"
+        ),
+    )
+    precision: str = field(
+        default="fp32",
+        metadata=_help(
+            "dtype of forward and backward; the optimizer always updates fp32 masters",
+            choices=("fp32", "bf16"),
+        ),
+    )
+    device: str = field(
+        default="auto",
+        metadata=_help(
+            "auto takes one accelerator per process where there are enough, else the CPU",
+            choices=("auto", "cpu"),
+        ),
+    )
+    data: tuple[Path, ...] = field(
+        default=(),
+        metadata=_help(
+            "UTF-8 text files, or folders of .txt files, to train on; without it, the reference "
+            "texts that Python ships for its help() command",
+            metavar="PATH",
+        ),
+    )
+    steps: int = field(default=260, metadata=_help("optimizer steps"))
+    batch: int = field(default=12, metadata=_help("sequences per process and backward"))
+    accumulate: int = field(default=1, metadata=_help("backwards per optimizer step"))
+    context: int = field(default=96, metadata=_help("bytes of text that the model sees at once"))
+    layers: int = field(default=3, metadata=_help("transformer blocks"))
+    width: int = field(default=128, metadata=_help("size of the vector that stands for one byte"))
+    heads: int = field(default=4, metadata=_help("attention heads; must divide the width"))
+    lr: float = field(
+        default=3e-3, metadata=_help("highest learning rate, reached after the warm-up")
+    )
+    warmup: float = field(
+        default=0.1, metadata=_help("share of the steps in which the learning rate rises")
+    )
+    weight_decay: float = field(default=0.1, metadata=_help("AdamW's weight decay"))
+    max_grad_norm: float = field(
+        default=1.0, metadata=_help("clip the global gradient norm to this; 0 does not clip")
+    )
+    seed: int = field(default=0, metadata=_help("seeds weights, batches and the sample"))
+    evals: int = field(
+        default=5, metadata=_help("times the held-out loss is measured during training")
+    )
+    sample: int = field(
+        default=200, metadata=_help("bytes of text to write at the end; 0 writes none")
+    )
+    quiet: bool = field(default=False, metadata=_help("show only the results, no progress"))
+    events: Path | None = field(
+        default=None,
+        metadata=_help(
+            "write every event of the runtime as a line of JSON; with several processes each "
+            "writes its own file, PATH with -rankN before its ending",
+            metavar="PATH",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not value >= least:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} or more.")
+        for option in fields(self):
+            choices = option.metadata["choices"]
+            if choices and getattr(self, option.name) not in choices:
+                listed = ", ".join(str(choice) for choice in choices)
+                raise ConfigError(
+                    f"--{option.name} is {getattr(self, option.name)!r}: choose one of {listed}."
+                )
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
+        if self.warmup > 1:
+            raise ConfigError(
+                f"--warmup is {self.warmup}: it is a share of the steps, between 0 and 1."
+            )
+        if self.width % self.heads:
+            raise ConfigError(_heads_advice(self.width, self.heads))
+
+
+_LEAST: dict[str, float] = {
+    "nproc": 1,
+    # The first step creates the optimizer's states, so memory can be measured from the second on.
+    "steps": 2,
+    "batch": 1,
+    "accumulate": 1,
+    "context": 2,
+    "layers": 1,
+    "width": 1,
+    "heads": 1,
+    "warmup": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "evals": 1,
+    "sample": 0,
+    "seed": 0,
+}
+
+
+def _heads_advice(width: int, heads: int) -> str:
+    divisors = [n for n in range(1, min(width, 64) + 1) if width % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - heads))
+    return (
+        f"--width {width} cannot be split over --heads {heads}: each head takes an equal part "
+        f"of the width. Try --heads {nearest}."
+    )

@@ -1,0 +1,256 @@
+"""The ready-made trainer: what `onecopy train` runs in every rank process.
+
+This file owns the loop and what is shown at its end. It uses the public interface only, so it
+can be read as an example: `_train_steps` is a plain PyTorch loop, and the call of
+`onecopy.shard` is the only line that makes it a ZeRO run. What is measured on the way is
+`observer.py`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import distributed as dist
+from torch import nn
+
+import onecopy
+from onecopy.events import add_sink
+from onecopy.launcher import in_launched_process, local_place
+from onecopy.planner import estimate
+from onecopy.report import memory, tables
+from onecopy.report.jsonl import JsonLines, path_of_rank
+from onecopy.report.progress import ProgressLine, count, duration
+from onecopy.training import data
+from onecopy.training.data import Corpus, Shard
+from onecopy.training.model import GPT, GPTConfig, generate
+from onecopy.training.observer import Observer
+from onecopy.training.options import TrainOptions
+
+PROMPT = b"The "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run measured, equal on all ranks. Bits are per held-out byte, averaged over ranks."""
+
+    held_out_bits: dict[int, float]  # by the number of steps done
+    unigram_bits: float
+    num_parameters: int  # of the model
+    padded_numel: int  # with the padding of its flat buffers
+    memory: estimate.StateBytes  # of the rank that holds most
+    bytes_per_step: dict[str, float]  # sent by a rank, by kind of event
+    tokens_per_second: float  # of all ranks together
+    seconds: float
+    sample: str
+
+    @property
+    def final_bits(self) -> float:
+        """The held-out loss after the last step, in bits per byte."""
+        return self.held_out_bits[max(self.held_out_bits)]
+
+
+def train(options: TrainOptions) -> TrainResult:
+    """Train, show the results on rank 0, and return them. Every rank calls it.
+
+    Joins the world of torchrun or `onecopy.launch` if this process is one of its ranks, else it
+    is a world of its own. Raises ConfigError for data that cannot be trained on.
+    """
+    with _world(options) as device:
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _joined() else (0, 1)
+        shard = Shard(
+            rank=rank, world_size=world_size, batch=options.batch, context=options.context
+        )
+        console = Console(quiet=rank != 0, highlight=False)
+        result = _train(options, shard, device, console)
+        _show(console, options, world_size, result)
+        return result
+
+
+def _train(
+    options: TrainOptions, shard: Shard, device: torch.device, console: Console
+) -> TrainResult:
+    corpus = data.load_corpus(options.data, options.context)
+    torch.manual_seed(options.seed)
+    model = GPT(
+        GPTConfig(
+            context=options.context,
+            layers=options.layers,
+            width=options.width,
+            heads=options.heads,
+        )
+    ).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+    )
+    onecopy.shard(model, optimizer, stage=options.stage, precision=options.precision)
+
+    _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")
+    quiet = options.quiet or shard.rank != 0
+    with _events_written(model, options, shard), ProgressLine(console, quiet=quiet) as progress:
+        observer = Observer(model, corpus.held_out, shard, options, progress, device)
+        _train_steps(model, optimizer, data.batches(corpus.train, shard, options.seed), observer)
+    observed = observer.finish()
+    return TrainResult(
+        held_out_bits=observed.held_out_bits,
+        unigram_bits=data.unigram_bits(corpus),
+        num_parameters=num_parameters,
+        padded_numel=memory.padded_numel(model),
+        memory=observed.memory,
+        bytes_per_step=observed.bytes_per_step,
+        tokens_per_second=observed.tokens_per_second,
+        seconds=observed.seconds,
+        sample=_sample(model, options),
+    )
+
+
+def _train_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    observer: Observer,
+) -> None:
+    options, device = observer.options, observer.device
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle(options))
+    observer.evaluate(0)
+    for step in range(options.steps):
+        mean_loss = torch.zeros((), device=device)
+        for _ in range(options.accumulate):
+            tokens, targets = next(batches)
+            loss = model(tokens.to(device), targets.to(device)) / options.accumulate
+            loss.backward()
+            mean_loss += loss.detach()
+        if options.max_grad_norm:
+            onecopy.clip_grad_norm_(model, options.max_grad_norm)
+        observer.before_step(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        observer.after_step(step + 1, mean_loss)
+
+
+def one_cycle(options: TrainOptions) -> Callable[[int], float]:
+    """The learning rate at each step, as a share of the highest: a linear rise, then a cosine."""
+    rising = max(1, round(options.warmup * options.steps))
+
+    def share(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        falling = (step - rising) / max(1, options.steps - rising)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, falling)))
+
+    return share
+
+
+def _sample(model: nn.Module, options: TrainOptions) -> str:
+    if not options.sample:
+        return ""
+    # All ranks write the same text, because a forward belongs to all of them.
+    with onecopy.full_parameters(model):
+        text = generate(model, PROMPT, options.sample, options.context, options.seed)
+    written = (PROMPT + text).decode("utf-8", errors="replace")
+    # A terminal would obey control characters, which an untrained model writes.
+    return "".join(c for c in written if c == "\n" or c.isprintable())
+
+
+def _joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def _world(options: TrainOptions) -> Iterator[torch.device]:
+    """Join the launcher's world, if there is one; on a clean end, leave what was joined here."""
+    device = _device(options)
+    found = _joined()
+    if not found and in_launched_process():
+        if device.type == "cpu":
+            dist.init_process_group("gloo")
+        else:
+            torch.accelerator.set_device_index(device)
+            dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+    yield device
+    # After an error the other ranks may be anywhere: a collective farewell could hang.
+    if not found and _joined():
+        dist.destroy_process_group()
+
+
+def _device(options: TrainOptions) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    number, local_size = local_place()
+    if options.device == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    if torch.accelerator.device_count() < local_size:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, number)
+
+
+@contextmanager
+def _events_written(model: nn.Module, options: TrainOptions, shard: Shard) -> Iterator[None]:
+    with ExitStack() as stack:
+        if options.events:
+            path = path_of_rank(options.events, shard.rank, shard.world_size)
+            stack.callback(add_sink(model, stack.enter_context(JsonLines(path))))
+        yield
+
+
+def _show_start(
+    console: Console, options: TrainOptions, shard: Shard, corpus: Corpus, model: str
+) -> None:
+    if options.quiet:
+        return
+    processes = "1 process" if shard.world_size == 1 else f"{shard.world_size} processes"
+    sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out"
+    lines = [
+        f"onecopy train  stage {options.stage}  {processes}  {options.precision}",
+        f"byte-level GPT, {model}",
+        f"{corpus.name}: {sizes}",
+    ]
+    console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _show(console: Console, options: TrainOptions, world_size: int, result: TrainResult) -> None:
+    console.print()
+    tables.print_losses(
+        console,
+        {
+            "all bytes alike (uniform)": data.UNIFORM_BITS,
+            "how often each byte occurs (unigram)": result.unigram_bits,
+            "this model before training": result.held_out_bits[0],
+            f"this model after {options.steps} steps": result.final_bits,
+        },
+        "Held-out loss",
+    )
+    widths = estimate.FP32 if options.precision == "fp32" else estimate.BF16
+    padded = result.padded_numel
+    tables.print_memory(
+        console,
+        tables.MemoryFigures(
+            measured=result.memory,
+            formula=estimate.state_bytes(options.stage, padded, world_size, widths),
+            data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
+        ),
+        f"Model states at stage {options.stage} on {world_size} ranks, after backward "
+        f"({result.num_parameters:,} parameters, {padded:,} with padding)",
+    )
+    messages = estimate.traffic(options.stage, options.accumulate)
+    tables.print_bytes_sent(
+        console,
+        result.bytes_per_step,
+        {
+            kind: estimate.bytes_sent(times, padded, world_size, widths.compute)
+            for kind, times in messages.by_kind().items()
+        },
+        "Sent to other ranks",
+    )
+    if result.sample:
+        console.print(Text(f"A sample, {options.sample} bytes", style="bold"))
+        console.print(Text(result.sample), soft_wrap=True)
+        console.print()
+    speed = count(result.tokens_per_second)
+    console.print(f"{duration(result.seconds)}, {speed} tokens/s over {world_size} ranks")

@@ -1,0 +1,156 @@
+"""The command: its help, its advice, and one small run from end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onecopy import cli
+from onecopy.errors import ConfigError
+from onecopy.training.options import TrainOptions
+
+SMALL = "--steps 4 --batch 2 --context 16 --layers 2 --width 16 --heads 2 --sample 20 --evals 2"
+
+
+def run(arguments: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    # The test process must not pass for a rank of somebody's torchrun.
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-m", *launcher, "onecopy", *arguments.split()]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+
+
+def help_of_train(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help"])
+    assert stop.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys\n"
+        "from onecopy import cli\n"
+        "for arguments in (['--help'], ['train', '--help'], ['train', '--stag', '3']):\n"
+        "    try:\n"
+        "        cli.main(arguments)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "sys.exit('torch' in sys.modules or 'rich' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of_train(capsys)
+    for field in dataclasses.fields(TrainOptions):
+        flag = "--" + field.name.replace("_", "-")
+        entry = re.search(rf" {flag} .*?\(default: ([^)]*)\)", text)
+        assert entry, f"{flag} is not in the help"
+        names = {(): "none", None: "none", False: "off"}
+        assert entry[1] == names.get(field.default, str(field.default)), flag
+        assert field.metadata["help"] in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ("train --stag 3", "Did you mean --stage?"),
+        ("train --max_grad_norm=1", "Did you mean --max-grad-norm?"),
+        ("train --stage 4", "choose from"),
+        ("train --steps many", "invalid int value"),
+        ("trian", "invalid choice"),
+        ("", "required"),
+    ],
+)
+def test_unknown_words_give_advice(
+    arguments: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments.split())
+    assert stop.value.code == 2
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ("--width 128 --heads 3", "Try --heads 4"),
+        ("--steps 1", "--steps is 1: give 2 or more"),
+        ("--max-grad-norm -1", "--max-grad-norm is -1.0: give 0 or more"),
+        ("--lr nan", "above 0"),
+        ("--warmup 2", "between 0 and 1"),
+        ("--nproc 0", "--nproc is 0"),
+        ("--data no/such/file", "There is no file no"),
+        ("--events no/such/folder/events.jsonl", "make the folder first"),
+    ],
+)
+def test_bad_values_give_advice(
+    arguments: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *arguments.split()]) == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_bad_choices_in_code_give_advice() -> None:
+    with pytest.raises(ConfigError, match="--precision is 'fp8': choose one of fp32, bf16"):
+        TrainOptions(precision="fp8")
+
+
+def test_options_reach_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    got: list[TrainOptions] = []
+    command = dataclasses.replace(cli.COMMANDS[0], run=got.append)
+    monkeypatch.setattr(cli, "COMMANDS", (command,))
+    assert cli.main(["train"]) == 0
+    assert cli.main("train --stage 1 --data a b --data c --lr 0.1 --quiet --events e".split()) == 0
+    assert got[0] == TrainOptions()
+    files = (Path("a"), Path("b"), Path("c"))
+    assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, events=Path("e"))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("all work and no play makes a dull text. " * 100)
+    events = tmp_path / "events.jsonl"
+    done = run(f"train --stage {stage} --nproc 2 {SMALL} --data {text} --events {events}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for words in ("2 processes", "text.txt", "this model after 4 steps", "A sample, 20 bytes"):
+        assert words in done.stdout
+    # Measured and formula agree to the digits shown.
+    for row in ("parameters", "optimizer"):
+        measured, formula = re.findall(rf"^{row} +([\d.]+) +([\d.]+)", done.stdout, re.M)[0]
+        assert measured == formula, row
+    for rank in range(2):
+        lines = (tmp_path / f"events-rank{rank}.jsonl").read_text().splitlines()
+        assert {"kind", "unit", "num_bytes"} <= json.loads(lines[0]).keys()
+
+
+@pytest.mark.slow
+def test_train_joins_torchrun(tmp_path: Path) -> None:
+    launcher = ("torch.distributed.run", "--nproc-per-node=2", "-m")
+    done = run(f"train --nproc 5 --quiet {SMALL}", *launcher)
+    assert done.returncode == 0, done.stderr
+    assert "over 2 ranks" in done.stdout
+
+
+def test_a_failing_rank_is_told_in_one_line(tmp_path: Path) -> None:
+    text = tmp_path / "latin.txt"
+    text.write_bytes(b"caf\xe9 " * 100)
+    done = run(f"train --nproc 2 {SMALL} --data {text}")
+    assert done.returncode == 1
+    assert "is not UTF-8 text" in done.stderr
+    assert "Traceback" not in done.stderr

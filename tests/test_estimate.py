@@ -1,0 +1,125 @@
+"""The closed formulas give the figures of the ZeRO paper and the bytes of this library's layout."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from onecopy.errors import ConfigError
+from onecopy.planner import estimate
+
+# ZeRO paper, Table 1: model states per device in GB (1e9 bytes), mixed-precision Adam.
+# One row a degree of data parallelism; 7.5B, 128B and 1T parameters at stages 1, 2, 3.
+TABLE_1 = """
+1,120,120,120,2048,2048,2048,16000,16000,16000
+4,52.5,41.3,30,896,704,512,7000,5500,4000
+16,35.6,21.6,7.5,608,368,128,4750,2875,1000
+64,31.4,16.6,1.88,536,284,32,4187,2218,250
+256,30.4,15.4,0.47,518,263,8,4046,2054,62.5
+1024,30.1,15.1,0.12,513,257,2,4011,2013,15.6
+"""
+SIZES = (7_500_000_000, 128_000_000_000, 1_000_000_000_000)
+
+
+def table_1_cells() -> list[tuple[int, int, int, float]]:
+    cells = []
+    for line in TABLE_1.split():
+        world_size, *figures = line.split(",")
+        columns = [(size, stage) for size in SIZES for stage in (1, 2, 3)]
+        for (size, stage), figure in zip(columns, figures, strict=True):
+            cells.append((int(world_size), size, stage, float(figure)))
+    return cells
+
+
+@pytest.mark.parametrize(("world_size", "size", "stage", "gigabytes"), table_1_cells())
+def test_paper_table_1(world_size: int, size: int, stage: int, gigabytes: float) -> None:
+    # The paper rounds to a tenth in small figures, and cuts to whole GB in large ones.
+    tolerance = 0.06 if gigabytes < 100 else 1.0
+    ours = estimate.paper_state_bytes(stage, size, world_size) / 1e9
+    assert ours == pytest.approx(gigabytes, abs=tolerance)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_paper_figure_1(stage: int, gigabytes: float) -> None:
+    ours = estimate.paper_state_bytes(stage, SIZES[0], 64) / 1e9
+    assert ours == pytest.approx(gigabytes, abs=0.06)
+
+
+# Bytes per parameter on 4 ranks: parameters, gradients, optimizer states.
+HELD = {
+    ("fp32", 0): (4, 4, 8),
+    ("fp32", 1): (4, 4 + 1, 2),
+    ("fp32", 2): (4, 1, 2),
+    ("fp32", 3): (1, 1, 2),
+    ("bf16", 0): (2 + 4, 4, 8),
+    ("bf16", 1): (2 + 1, 2 + 1, 2),
+    ("bf16", 2): (2 + 1, 1, 2),
+    ("bf16", 3): (1, 1, 2),
+}
+WIDTHS = {"fp32": estimate.FP32, "bf16": estimate.BF16}
+
+
+@pytest.mark.parametrize(("precision", "stage"), list(HELD))
+def test_bytes_held_by_a_rank(precision: str, stage: int) -> None:
+    held = estimate.state_bytes(stage, 1000, 4, WIDTHS[precision])
+    parameters, gradients, optimizer = HELD[precision, stage]
+    assert held == estimate.StateBytes(
+        parameters=1000 * parameters, gradients=1000 * gradients, optimizer=1000 * optimizer
+    )
+    assert held.total == 1000 * (parameters + gradients + optimizer)
+
+
+@pytest.mark.parametrize("precision", list(WIDTHS))
+def test_plain_data_parallel_is_stage_0_at_any_number_of_ranks(precision: str) -> None:
+    widths = WIDTHS[precision]
+    plain = estimate.data_parallel_bytes(1001, widths)
+    assert all(estimate.state_bytes(0, 1001, ranks, widths) == plain for ranks in (1, 2, 7))
+
+
+def test_the_largest_rank_is_meant_where_parameters_do_not_divide() -> None:
+    assert estimate.state_bytes(3, 10, 4).parameters == 3 * 4
+
+
+# ZeRO paper, section 7: what one backward and step sends, relative to the parameters.
+@pytest.mark.parametrize(
+    ("stage", "gradients", "parameters"), [(0, 2, 0), (1, 1, 1), (2, 1, 1), (3, 1, 2)]
+)
+def test_paper_communication_volume(stage: int, gradients: int, parameters: int) -> None:
+    messages = estimate.traffic(stage)
+    assert messages.reduce == gradients
+    assert messages.gather + messages.refresh == parameters
+    assert sum(messages.by_kind().values()) == messages.total == gradients + parameters
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_elements_sent_with_several_backwards(backwards: int, world_size: int) -> None:
+    k, share = backwards, Fraction(world_size - 1, world_size)
+    stages = range(4)
+    sent = [estimate.elements_sent(stage, world_size, k) for stage in stages]
+    assert sent == [2 * k * share, (k + 1) * share, (k + 1) * share, 3 * k * share]
+    unsynced = [estimate.elements_sent(stage, world_size, k, no_sync=True) for stage in stages]
+    assert unsynced == [2 * share, 2 * share, 2 * share, (2 * k + 1) * share]
+
+
+def test_bytes_sent_are_whole_for_padded_parameters() -> None:
+    assert estimate.bytes_sent(3, 1200, 4, 2) == 3 * 1200 * 2 * 3 // 4
+    assert estimate.bytes_sent(3, 1200, 1, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda: estimate.state_bytes(4, 10, 2), "choose 0"),
+        (lambda: estimate.state_bytes(3, 10, 0), "at least 1"),
+        (lambda: estimate.state_bytes(3, 0, 2), "with parameters"),
+        (lambda: estimate.paper_state_bytes(-1, 10, 2), "choose 0"),
+        (lambda: estimate.traffic(3, backwards=0), "at least one backward"),
+        (lambda: estimate.elements_sent(3, 0), "at least 1"),
+    ],
+)
+def test_bad_values_give_advice(call: object, advice: str) -> None:
+    assert callable(call)
+    with pytest.raises(ConfigError, match=advice):
+        call()

@@ -1,0 +1,126 @@
+"""Rank processes of one machine: what they get, what comes back, and how failures look."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onecopy.errors import ConfigError, OneCopyError
+from onecopy.launcher import LaunchError, in_launched_process, launch
+
+pytestmark = pytest.mark.skipif(in_launched_process(), reason="this process is a rank already")
+
+
+def sum_of_ranks(more: int) -> tuple[int, float, int]:
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank() + more)])
+    dist.all_reduce(total)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return rank, float(total), torch.get_num_threads()
+
+
+def fail(how: str) -> object:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.zeros(1))
+    if os.environ["RANK"] == "1":
+        if how == "raise":
+            raise ValueError("rank 1 had enough")
+        if how == "advise":
+            raise OneCopyError("do it otherwise")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "lambda":
+            return lambda: None
+    dist.all_reduce(torch.zeros(1))
+    return None
+
+
+def sleep(seconds: float) -> None:
+    print(os.getpid(), flush=True)
+    time.sleep(seconds)
+
+
+def test_ranks_meet_and_return_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launch(sum_of_ranks, 2, 5) == [(0, 11.0, 1), (1, 11.0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "shows_traceback"),
+    [
+        ("raise", "rank 1 of 2 failed: ValueError: rank 1 had enough", True),
+        ("advise", "rank 1 of 2 failed: OneCopyError: do it otherwise", False),
+        ("kill", "rank 1 of 2 failed: the process was ended by SIGKILL", False),
+        ("lambda", "rank 1 of 2 failed: .* cannot be sent back", False),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(how: str, words: str, shows_traceback: bool) -> None:
+    with pytest.raises(LaunchError, match=words) as caught:
+        launch(fail, 2, how)
+    assert ("Traceback" in str(caught.value)) == shows_traceback
+
+
+def test_bad_calls_give_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        launch(sleep, 0, 1.0)
+    with pytest.raises(ConfigError, match="top level of a module"):
+        launch(lambda: None, 2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="launcher started"):
+        launch(sleep, 2, 1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_process_outlives_its_launcher(how: signal.Signals) -> None:
+    program = "from onecopy.launcher import launch; from tests.test_launcher import sleep; "
+    outer = subprocess.Popen(
+        [sys.executable, "-c", program + "launch(sleep, 2, 60.0)"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with outer:
+        assert outer.stdout is not None, "asked for a pipe"
+        pids = [int(outer.stdout.readline()) for _ in range(2)]
+        outer.send_signal(how)
+        outer.wait(30)
+        deadline = time.monotonic() + 10
+        while any(map(runs, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(runs, pids))
+
+
+def runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            # A zombie has ended; only its parent has not asked yet.
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_functions_typed_in_at_a_prompt_can_be_launched() -> None:
+    program = (
+        "import torch, onecopy.launcher\n"
+        "torch.ones(2_000_000).exp().sum()\n"  # starts OpenMP's threads, which do not fork
+        "def rank():\n"
+        "    import os\n"
+        "    torch.ones(2_000_000).exp().sum()\n"
+        "    return int(os.environ['RANK'])\n"
+        "print(onecopy.launcher.launch(rank, 2))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable], input=program, capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.stdout == "[0, 1]\n", done.stderr
