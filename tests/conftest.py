@@ -23,7 +23,9 @@ except ImportError:
     pass  # its tests skip with a reason
 else:
     # No deadline: the machine may be busy. No database: a run depends on its seed alone.
-    settings.register_profile("onecopy", deadline=None, database=None, print_blob=True)
+    common = {"deadline": None, "database": None, "print_blob": True}
+    settings.register_profile("onecopy", max_examples=50, **common)
+    settings.register_profile("onecopy-all", max_examples=500, **common)
     settings.load_profile("onecopy")
 
 
@@ -39,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = random.SystemRandom().randrange(2**31)
     if getattr(config.option, "hypothesis_seed", "") is None:
         config.option.hypothesis_seed = str(config.option.seed)
+        settings.load_profile("onecopy-all" if config.option.all else "onecopy")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -55,7 +55,5 @@ def t5() -> nn.Module:
     sizes = {"vocab_size": 101, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
     depth = {"num_layers": 2, "num_decoder_layers": 2}
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    return _hf(
-        *("T5ForConditionalGeneration", "T5Config"),
-        **{**sizes, **depth, **tokens, "dropout_rate": 0.0, "use_cache": False},
-    )
+    plain = {"dropout_rate": 0.0, "use_cache": False}
+    return _hf("T5ForConditionalGeneration", "T5Config", **sizes, **depth, **tokens, **plain)
