@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +98,15 @@ class Backward:
         self._tasks.append(task)
         Variable._execution_engine.queue_callback(partial(self._leave, task))
 
+    def segment_key(self) -> tuple[Hashable, ...]:
+        """Names the backward that would follow the forwards run so far."""
+        return ("backward", *self._engine.forwards[:MOST_FORWARDS_IN_KEY])
+
     def _begin(self) -> None:
         engine = self._engine
         engine.events.phase = "backward"
-        forwards = tuple(engine.forwards[:MOST_FORWARDS_IN_KEY])
+        engine.schedule.begin(self.segment_key())
         engine.forwards.clear()
-        engine.schedule.begin(("backward", *forwards))
         self._next = 0
         self._done.clear()
         self._fresh.clear()

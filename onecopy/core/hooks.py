@@ -155,8 +155,10 @@ class _SavedTensors:
         self._units = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units}
 
     def begin(self, *, always: bool) -> None:
-        """Start to watch, if this forward is to be watched."""
-        if always or self._is_needed or self._engine.schedule.is_recording:
+        """Start to watch, if this forward or the backward that may follow is not yet known."""
+        schedule = self._engine.schedule
+        is_known = schedule.knows(self._backward.segment_key()) and not schedule.is_recording
+        if always or self._is_needed or not is_known:
             self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._context.__enter__()
 

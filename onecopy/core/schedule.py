@@ -39,6 +39,10 @@ class Schedule:
         """The running segment is not, or no longer, foreseen."""
         return not self._is_followed
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether a segment with this key has been recorded."""
+        return key in self._known
+
     def begin(self, key: Hashable) -> None:
         """A segment starts; segments with the same key are expected to be alike."""
         self._key = key
