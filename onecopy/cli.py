@@ -155,6 +155,7 @@ def _shown(default: Any) -> str:
 
 def _train(options: TrainOptions) -> None:
     from onecopy.launcher import in_launched_process, launch
+    from onecopy.report.progress import leave_live_line
     from onecopy.training.data import find_files
     from onecopy.training.trainer import train
 
@@ -164,8 +165,12 @@ def _train(options: TrainOptions) -> None:
         raise ConfigError(f"--events {options.events}: make the folder first.")
     if options.nproc == 1 or in_launched_process():
         train(options)
-    else:
+        return
+    try:
         launch(train, options.nproc, options)
+    except BaseException:
+        leave_live_line()
+        raise
 
 
 COMMANDS = (

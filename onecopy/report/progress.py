@@ -98,6 +98,14 @@ class ProgressLine:
         return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
 
 
+def leave_live_line() -> None:
+    """Repair the terminal after a process was ended with a live line on it: cursor and new line."""
+    console = Console()
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()
+
+
 def count(number: float) -> str:
     """`number` with three digits and a unit: 940, 1.2k, 35.1k, 2.4M."""
     if number < 1000:

@@ -74,7 +74,7 @@ def print_bytes_sent(
         table.add_row(kind, *_kilobytes(cells), _percent(*cells))
     total = (sum(measured.get(kind, 0) for kind in kinds), sum(formula[kind] for kind in kinds))
     table.add_row("total", *_kilobytes(total), _percent(*total), style="bold")
-    _print(console, heading, table)
+    _print(console, heading, table, "reduce also carries one flag for each parameter")
 
 
 def print_losses(console: Console, bits_per_byte: Mapping[str, float], heading: str) -> None:
@@ -94,10 +94,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _print(console: Console, heading: str, table: Table) -> None:
+def _print(console: Console, heading: str, table: Table, footnote: str = "") -> None:
     # rich wraps a table's own title to the width of the table, so the heading is a line of its own.
     console.print(Text(heading, style="bold"), soft_wrap=True)
     console.print(table)
+    if footnote:
+        console.print(Text(footnote, style="dim"), soft_wrap=True)
     console.print()
 
 
