@@ -364,12 +364,7 @@ def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
         engine.begin_hold()
 
     def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        storages = {unit.flat.untyped_storage()._cdata for unit in engine.units}
-        for name, value in state.items():
-            # A view of the flat buffer would be released, and saved with the whole buffer.
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                if value.layout is torch.strided and value.untyped_storage()._cdata in storages:
-                    state[name] = value.clone()
+        _clone_views(state, {unit.flat.untyped_storage()._cdata for unit in engine.units})
         engine.end_hold()
 
     def after_loading(*_: Any) -> None:
@@ -381,3 +376,11 @@ def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
         model.register_load_state_dict_pre_hook(before).remove,
         model.register_load_state_dict_post_hook(after_loading).remove,
     ]
+
+
+def _clone_views(state: dict[str, Any], storages: set[int]) -> None:
+    """Views of flat buffers would be released, and saved with the whole buffer."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            if value.layout is torch.strided and value.untyped_storage()._cdata in storages:
+                state[name] = value.clone()

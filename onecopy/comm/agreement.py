@@ -222,6 +222,7 @@ class Agreement:
             return
         if position:
             store.set(f"at/{self._group.rank}", f"{position}|{self._wish_at(position)}")
+            self._vote(position)
         for rank, (at, wish) in self._positions().items():
             if at > 0:
                 self._vote(at)

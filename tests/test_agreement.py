@@ -1,0 +1,246 @@
+"""Ranks that want different things get an error that names them, never a silent hang."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onecopy
+from tests import models
+from tests.pool import Pool, RankError
+from tests.runs import OPTIMIZERS
+
+
+class Branches(nn.Module):
+    """Runs its left or its right blocks, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
+        for block in self.left if side == "left" else self.right:
+            x = block(x)
+        return x
+
+
+def _branches(stage: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = OPTIMIZERS["sgd"](model)
+    onecopy.shard(model, optimizer, stage=stage)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, side: str) -> None:
+    model(torch.ones(2, 8), side).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def take_sides(trained_steps: int) -> None:
+    """Rank 0 goes left, the others right, at once or after common steps."""
+    model, optimizer = _branches()
+    for _ in range(trained_steps):
+        _step(model, optimizer, "left")
+    _step(model, optimizer, "left" if dist.get_rank() == 0 else "right")
+
+
+def one_more_forward() -> None:
+    """Rank 0 evaluates once more than the others, which go on training."""
+    model, optimizer = _branches()
+    for _ in range(3):
+        _step(model, optimizer, "left")
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 8), "left")
+    for _ in range(3):
+        _step(model, optimizer, "left")
+
+
+def one_more_step() -> None:
+    """Rank 0 has one more batch; the others are done and have left."""
+    model, optimizer = _branches()
+    for _ in range(3 + (dist.get_rank() == 0)):
+        _step(model, optimizer, "left")
+    if dist.get_rank():
+        onecopy.handle.of(model).engine.collectives.agreement.close()
+        time.sleep(8)
+
+
+def full_on_one_rank() -> None:
+    """The classic: rank 0 looks at the weights alone."""
+    model, optimizer = _branches()
+    for _ in range(2):
+        _step(model, optimizer, "left")
+    if dist.get_rank() == 0:
+        with onecopy.full_parameters(model):
+            pass
+    else:
+        _step(model, optimizer, "left")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("function", "arguments", "names"),
+    [
+        (take_sides, (0,), ["left.0", "right.0"]),
+        (take_sides, (3,), ["left.0", "right.0"]),
+        (one_more_forward, (), ["rank 0", "left.1"]),
+        (one_more_step, (), ["rank 0", "has ended"]),
+        (full_on_one_rank, (), ["rank 0", "right.0", "left"]),
+    ],
+    ids=["branch at once", "branch later", "extra forward", "extra batch", "one rank looks"],
+)
+def test_divergence_is_named(
+    pool: Pool, world: int, function: Any, arguments: tuple[Any, ...], names: list[str]
+) -> None:
+    """Well before the process group's timeout, with ranks and units in the message."""
+    started = time.monotonic()
+    results = pool.run(
+        world, function, *arguments, timeout=60, group_timeout=50, expect_failures=True,
+        record_warnings=True,
+    )
+    assert time.monotonic() - started < 40, "an error that takes this long is a hang"
+    errors = [result for result in results if isinstance(result, RankError)]
+    assert errors, "ranks that diverge must fail"
+    if function is not one_more_step:
+        assert len(errors) == world, "every rank raises"
+    for error in errors:
+        assert error.type_name == "DivergenceError", str(error)
+        for name in names:
+            assert name in error.message, error.message
+        assert "rank 1" in error.message or "rank 2" in error.message, error.message
+
+
+def sides_in_stage_two() -> list[float]:
+    """Stages that keep parameters let ranks run different modules."""
+    model, optimizer = _branches(stage=2)
+    for _ in range(3):
+        _step(model, optimizer, "left" if dist.get_rank() == 0 else "right")
+    with onecopy.full_parameters(model):
+        return [parameter.sum().item() for parameter in model.parameters()]
+
+
+def test_stages_that_keep_parameters_allow_other_branches(pool: Pool) -> None:
+    """The gradient is the mean, with zeros from ranks that did not take part."""
+    runs = pool.run(2, sides_in_stage_two)
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = OPTIMIZERS["sgd"](model)
+    for _ in range(3):
+        for side in ("left", "right"):
+            (model(torch.ones(2, 8), side).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [parameter.sum().item() for parameter in model.parameters()]
+    assert runs[0] == runs[1] == pytest.approx(expected, rel=1e-5)
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def late_by(seconds: float, trained_steps: int) -> list[str]:
+    """The last rank is late, but comes."""
+    messages = _Messages()
+    logging.getLogger("onecopy").addHandler(messages)
+    model, optimizer = _branches()
+    for _ in range(trained_steps):
+        _step(model, optimizer, "left")
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(seconds)
+    _step(model, optimizer, "left")
+    return messages.texts
+
+
+@pytest.mark.parametrize("trained_steps", [0, 3])
+def test_a_late_rank_is_named_and_waited_for(pool: Pool, trained_steps: int) -> None:
+    """A warning after five seconds names it; when it comes, training goes on."""
+    early, late = pool.run(2, late_by, 7.0, trained_steps)
+    assert late == []
+    (text,) = early
+    assert "rank 0 has waited" in text
+    assert "rank 1 is still at use" in text
+
+
+def changing_order() -> list[float]:
+    """All ranks change the order together, several times."""
+    model, optimizer = _branches()
+    for side in ("left", "left", "right", "right", "left", "right"):
+        _step(model, optimizer, side)
+    with onecopy.full_parameters(model):
+        return [parameter.sum().item() for parameter in model.parameters()]
+
+
+def test_a_changed_order_costs_prefetch_only(pool: Pool) -> None:
+    """Results stay right, and one warning says what changed."""
+    runs = pool.run(2, changing_order, record_warnings=True)
+    texts = [warning.message for warning in pool.warnings[0]]
+    assert len([text for text in texts if "order in which units are used has changed" in text]) == 1
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = OPTIMIZERS["sgd"](model)
+    for side in ("left", "left", "right", "right", "left", "right"):
+        _step(model, optimizer, side)
+    assert runs[0] == [parameter.sum().item() for parameter in model.parameters()]
+
+
+def mismatched(what: str) -> None:
+    """Rank 1 brings another model or other settings."""
+    rank = dist.get_rank()
+    if what == "shape":
+        model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank))
+    elif what == "dtype":
+        model = nn.Linear(4, 4).to(torch.float64 if rank else torch.float32)
+    elif what == "length":
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + rank)))
+    else:
+        model = nn.Linear(4, 4)
+    onecopy.shard(model, stage=2 + rank if what == "stage" else 3)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("shape", ["parameter 1.weight", "(4, 4)", "(5, 4)"]),
+        ("dtype", ["parameter weight", "float32", "float64"]),
+        ("length", ["2.weight"]),
+        ("stage", ["setting stage", "rank 0", "rank 1"]),
+    ],
+)
+def test_different_models_are_named(pool: Pool, what: str, names: list[str]) -> None:
+    """Before any transfer that could hang."""
+    results = pool.run(2, mismatched, what, expect_failures=True)
+    for result in results:
+        assert result.type_name == "MismatchError", str(result)
+        for name in names:
+            assert name in result.message
+
+
+def build_from_rank() -> dict[str, torch.Tensor]:
+    """Every rank starts from other values."""
+    model = models.build("convbn", seed=dist.get_rank())
+    for buffer in model.buffers():
+        buffer.add_(dist.get_rank())
+    onecopy.shard(model, stage=3)
+    return model.state_dict()
+
+
+def test_values_and_buffers_become_those_of_the_first_rank(pool: Pool) -> None:
+    """Parameters and buffers are equal on all ranks after shard."""
+    for state in pool.run(3, build_from_rank):
+        for name, value in models.build("convbn", seed=0).state_dict().items():
+            assert torch.equal(state[name], value), name
