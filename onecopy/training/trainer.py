@@ -226,6 +226,7 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
         },
         "Held-out loss",
     )
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     widths = estimate.FP32 if options.precision == "fp32" else estimate.BF16
     padded = result.padded_numel
     tables.print_memory(
@@ -235,22 +236,27 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
             formula=estimate.state_bytes(options.stage, padded, world_size, widths),
             data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
         ),
-        f"Model states at stage {options.stage} on {world_size} ranks, after backward "
+        f"Model states at stage {options.stage} on {ranks}, after backward "
         f"({result.num_parameters:,} parameters, {padded:,} with padding)",
     )
-    messages = estimate.traffic(options.stage, options.accumulate)
-    tables.print_bytes_sent(
-        console,
-        result.bytes_per_step,
-        {
-            kind: estimate.bytes_sent(times, padded, world_size, widths.compute)
-            for kind, times in messages.by_kind().items()
-        },
-        "Sent to other ranks",
-    )
+    if world_size > 1:
+        _show_bytes_sent(console, options, world_size, result)
     if result.sample:
         console.print(Text(f"A sample, {options.sample} bytes", style="bold"))
         console.print(Text(result.sample), soft_wrap=True)
         console.print()
     speed = count(result.tokens_per_second)
-    console.print(f"{duration(result.seconds)}, {speed} tokens/s over {world_size} ranks")
+    console.print(f"{duration(result.seconds)}, {speed} tokens/s over {ranks}")
+
+
+def _show_bytes_sent(
+    console: Console, options: TrainOptions, world_size: int, result: TrainResult
+) -> None:
+    # Gradients travel in the compute dtype, as parameters do.
+    width = (estimate.FP32 if options.precision == "fp32" else estimate.BF16).compute
+    messages = estimate.traffic(options.stage, options.accumulate)
+    formula = {
+        kind: estimate.bytes_sent(times, result.padded_numel, world_size, width)
+        for kind, times in messages.by_kind().items()
+    }
+    tables.print_bytes_sent(console, result.bytes_per_step, formula, "Sent to other ranks")
