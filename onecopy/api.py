@@ -212,9 +212,7 @@ def _as_list(
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]  # type: ignore[list-item]
 
 
-def _check_arguments(
-    models: Sequence[object], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
+def _check_arguments(models: Sequence[object], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse what cannot work before anything has changed."""
     for one in models:
         if not isinstance(one, nn.Module):

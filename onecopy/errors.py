@@ -7,7 +7,8 @@ OneCopyError
 |- DivergenceError         ranks want different units at the same moment
 |- ParameterReleasedError  values of a parameter were touched while its unit is released
 |- UnitStateError          an illegal move of a unit (a bug in onecopy, or a caller of internals)
-`- CommunicationError      a transfer failed: a peer died, or the connection broke
+|- CommunicationError      a transfer failed: a peer died, or the connection broke
+`- LaunchError             a rank process that onecopy started has failed
 
 Messages say what happened, to which name and on which rank, and what to do.
 """
@@ -18,6 +19,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "DivergenceError",
+    "LaunchError",
     "MismatchError",
     "OneCopyError",
     "ParameterReleasedError",
@@ -56,3 +58,7 @@ class UnitStateError(OneCopyError, RuntimeError):
 
 class CommunicationError(OneCopyError, RuntimeError):
     """A transfer between ranks failed."""
+
+
+class LaunchError(OneCopyError, RuntimeError):
+    """A rank process failed; the message names the rank that failed first and why."""

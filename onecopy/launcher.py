@@ -32,14 +32,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from onecopy.errors import ConfigError, OneCopyError
+from onecopy.errors import ConfigError, LaunchError, OneCopyError
 
 # Ranks that lose a peer fail a moment later; waiting for them finds the one that was first.
 GRACE_SECONDS = 2.0
-
-
-class LaunchError(OneCopyError, RuntimeError):
-    """A rank process failed; the message names the rank that failed first and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

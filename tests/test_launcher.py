@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onecopy.errors import ConfigError, OneCopyError
-from onecopy.launcher import LaunchError, in_launched_process, launch
+from onecopy.errors import ConfigError, LaunchError, OneCopyError
+from onecopy.launcher import in_launched_process, launch
 
 pytestmark = pytest.mark.skipif(in_launched_process(), reason="this process is a rank already")
 

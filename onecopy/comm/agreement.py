@@ -172,7 +172,8 @@ class Agreement:
     def _await_all(self, position: int) -> None:
         store, pause, started = self._store, 2e-5, time.monotonic()
         assert store is not None, "only ranks with a store wait for votes"
-        timeout = store.timeout.total_seconds()
+        # The stubs of torch lack it. A default store has the process group's timeout.
+        timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
         warn_at = started + WARN_AFTER
         while self._failure is None and not store.check([f"agreed/{position}"]):
             time.sleep(pause)

@@ -187,9 +187,7 @@ class _Hop(Protocol):
 
     def gather(self, flat: torch.Tensor, group: Group, tag: int) -> Wait: ...
 
-    def reduce(
-        self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int
-    ) -> Wait: ...
+    def reduce(self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int) -> Wait: ...
 
     def interrupt(self, group: Group, tag: int) -> None: ...
 
@@ -210,7 +208,7 @@ class _MessageHop:
 
         def wait() -> torch.Tensor:
             for work in works:
-                work.wait()
+                _wait_for(work)
             return flat
 
         return wait
@@ -229,7 +227,7 @@ class _MessageHop:
 
         def wait() -> torch.Tensor:
             for work in works:
-                work.wait()
+                _wait_for(work)
             return _sum_in_order(parts, group.rank, dtype)
 
         return wait
@@ -239,7 +237,8 @@ class _MessageHop:
         peer = group.ranks[group.rank - 1]
         never = torch.empty(1)
         try:
-            dist.irecv(never, peer, group.process_group, tag).wait(datetime.timedelta(0, 0, 1000))
+            work = dist.irecv(never, peer, group.process_group, tag)
+            _wait_for(work, datetime.timedelta(milliseconds=1))
         except RuntimeError:
             # The expected end: the time-out is the purpose.
             return
@@ -253,7 +252,7 @@ class _NativeHop:
         work = dist.all_gather_single(flat, own, group=group.process_group, async_op=True)
 
         def wait() -> torch.Tensor:
-            work.wait()
+            _wait_for(work)
             return flat
 
         return wait
@@ -266,19 +265,17 @@ class _NativeHop:
             )
 
             def wait() -> torch.Tensor:
-                work.wait()
+                _wait_for(work)
                 return total
 
             return wait
         # A ring would sum in the low precision of the wire: exchange the slices (the same bytes)
         # and sum them here.
         received = torch.empty_like(buffer)
-        work = dist.all_to_all_single(
-            received, buffer, group=group.process_group, async_op=True
-        )
+        work = dist.all_to_all_single(received, buffer, group=group.process_group, async_op=True)
 
         def wait_and_sum() -> torch.Tensor:
-            work.wait()
+            _wait_for(work)
             return _sum_in_order(list(received.view(group.size, -1)), group.rank, dtype)
 
         return wait_and_sum
@@ -286,6 +283,15 @@ class _NativeHop:
     def interrupt(self, group: Group, tag: int) -> None:
         if group.process_group is not None:
             group.process_group.abort()
+
+
+def _wait_for(work: dist.Work | None, timeout: datetime.timedelta | None = None) -> None:
+    """torch returns no work on ranks outside the group, which cannot be here."""
+    assert work is not None, "this rank is in the group"
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
 
 
 def _peers(group: Group) -> list[int]:

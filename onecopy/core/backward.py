@@ -86,7 +86,7 @@ class Backward:
     def enter(self) -> None:
         """Called first by every hook in backward: knows a new graph task, and its end."""
         task = torch._C._current_graph_task_id()
-        if self._tasks and self._tasks[-1] == task or task in self._tasks:
+        if task in self._tasks:
             return
         frames = _num_backward_frames()
         if self._tasks and frames != self._frames + len(self._tasks):

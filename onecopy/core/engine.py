@@ -50,17 +50,14 @@ class Engine:
         self.events = events
         self.schedule = Schedule()
         self.units = [
-            Unit(number, spec, self.stage, collectives, events)
-            for number, spec in enumerate(specs)
+            Unit(number, spec, self.stage, collectives, events) for number, spec in enumerate(specs)
         ]
         self.used: dict[Unit, None] = {}
         self.forwards: list[Hashable] = []
         self._held = 0
         # Gathered units that somebody has demanded, in order.
         self._live: dict[Unit, None] = {}
-        self._wishes = [
-            f"unit {unit.name} ({type(unit.module).__name__})" for unit in self.units
-        ]
+        self._wishes = [f"unit {unit.name} ({type(unit.module).__name__})" for unit in self.units]
         self._insides = {unit: _units_inside(unit, self.units) for unit in self.units}
         self._by_parameter = {
             id(parameter): (unit, index)

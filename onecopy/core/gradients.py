@@ -40,9 +40,7 @@ class Gradients:
         self.buffer = torch.zeros(
             layout.gradient_numel, dtype=dtypes.reduce, device=unit.flat.device
         )
-        self._trailers = self.buffer.view(layout.num_slices, layout.stride)[
-            :, layout.slice_numel :
-        ]
+        self._trailers = self.buffer.view(layout.num_slices, layout.stride)[:, layout.slice_numel :]
         self._targets = [
             _targets(self.buffer, spans, parameter)
             for spans, parameter in zip(layout.spans, unit.parameters, strict=True)
@@ -93,6 +91,7 @@ class Gradients:
             gradient = gradient.to_dense()
         targets = self._targets[index]
         again = index in self._filled
+        parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
         if targets.whole is not None:
             parts = ((targets.whole, gradient),)
         else:
@@ -271,9 +270,7 @@ class _Targets:
             target.zero_()
 
 
-def _targets(
-    buffer: torch.Tensor, spans: tuple[Span, ...], parameter: torch.Tensor
-) -> _Targets:
+def _targets(buffer: torch.Tensor, spans: tuple[Span, ...], parameter: torch.Tensor) -> _Targets:
     parts = tuple((buffer[span.start : span.start + span.numel], span) for span in spans)
     whole = None
     if len(spans) == 1:

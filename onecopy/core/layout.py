@@ -132,8 +132,5 @@ class Layout:
             base = rank * self.stride
             for order, piece in enumerate(self.pieces(rank)):
                 flag = base + self.slice_numel + order
-                spans[piece.index].append(
-                    Span(base + piece.start, piece.offset, piece.numel, flag)
-                )
+                spans[piece.index].append(Span(base + piece.start, piece.offset, piece.numel, flag))
         return tuple(tuple(parts) for parts in spans)
-

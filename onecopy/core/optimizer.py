@@ -55,8 +55,8 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
     refused = sorted(names & NEEDS_WHOLE_PARAMETERS)
     if refused:
         raise ShardingError(
-            f"{refused[0]} needs whole parameters, but each rank owns pieces of them, cut anywhere: "
-            "use an elementwise optimizer (AdamW, SGD, RMSprop, ...)"
+            f"{refused[0]} needs whole parameters, but each rank owns pieces, cut anywhere: use "
+            " an elementwise optimizer (AdamW, SGD, RMSprop, ...)"
         )
     return optimizer
 

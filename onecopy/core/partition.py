@@ -12,6 +12,7 @@ import fnmatch
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from onecopy.core.precision import Dtypes, dtypes_of
@@ -92,9 +93,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             "viewed as a part of a flat buffer: shard the model before it is converted (quantized, "
             "distributed), or leave this module out"
         )
-    if parameter.layout != parameter.new_empty(0).layout or not parameter.is_contiguous() and (
-        not is_dense(parameter)
-    ):
+    if parameter.layout is not torch.strided or not is_dense(parameter):
         raise ShardingError(
             f"parameter {name} (layout {parameter.layout}, strides {parameter.stride()}) is sparse "
             "or not dense in memory: replace it by p.contiguous() first"
@@ -120,9 +119,7 @@ def _chains(root: nn.Module) -> dict[int, list[list[nn.Module]]]:
     return chains
 
 
-def _unit_module(
-    chains: list[list[nn.Module]], chosen: set[int], root: nn.Module
-) -> nn.Module:
+def _unit_module(chains: list[list[nn.Module]], chosen: set[int], root: nn.Module) -> nn.Module:
     """The outermost chosen module that contains all users of a parameter, else a leaf or root."""
     others = [{id(module) for module in chain} for chain in chains[1:]]
     common = [module for module in chains[0] if all(id(module) in other for other in others)]

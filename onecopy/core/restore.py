@@ -61,9 +61,7 @@ def _offset(unit: Unit, number: int) -> int:
     return next(place.offset for place in places if place.index == number)
 
 
-def _assemble(
-    parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]]
-) -> dict[str, Any]:
+def _assemble(parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """One whole state: tensors as long as their piece are joined, the rest is the first rank's."""
     parts = sorted(parts, key=lambda part: part[0])
     state: dict[str, Any] = {}

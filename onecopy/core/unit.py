@@ -164,8 +164,11 @@ class Unit:
     def refresh(self) -> None:
         """After a step that changed the masters: begin to send the new values around."""
         self._expect("refresh", UnitState.GATHERED)
-        self._put_guard()
-        self._send_own("refresh")
+        if self._collectives.groups.shard.size > 1:
+            self._put_guard()
+            self._send_own("refresh")
+        elif self.master is not self.own:
+            self.own.copy_(self.master)
 
     def abort(self) -> None:
         """Back to rest after an exception; transfers under way are waited for."""
@@ -275,9 +278,7 @@ class Unit:
         if self.state is UnitState.GATHERED:
             return
         name = next(
-            name
-            for name, own in zip(self.names, self.parameters, strict=True)
-            if own is parameter
+            name for name, own in zip(self.names, self.parameters, strict=True) if own is parameter
         )
         raise ParameterReleasedError(
             f"parameter {name} is released: its values are with their owners, and its unit "

@@ -31,9 +31,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def measure(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> StateBytes:
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
     """Live bytes of a sharded model's states now; each storage counts once, as it is now.
 
     Call it after backward and before the step to compare with the formula.

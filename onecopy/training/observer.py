@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
+from onecopy.comm.values import over_ranks
 from onecopy.events import add_sink
 from onecopy.planner import estimate
 from onecopy.report import memory
@@ -74,7 +74,7 @@ class Observer:
         if step == 1:
             held = memory.measure(self._model, optimizer)
             counts = [held.parameters, held.gradients, held.optimizer]
-            most = self._over_ranks(counts, dist.ReduceOp.MAX)
+            most = self._over_ranks(counts, maximum=True)
             self._memory = estimate.StateBytes(
                 parameters=int(most[0]), gradients=int(most[1]), optimizer=int(most[2])
             )
@@ -150,14 +150,10 @@ class Observer:
         return done * per_step / training
 
     def _mean(self, values: list[float]) -> list[float]:
-        sums = self._over_ranks(values, dist.ReduceOp.SUM)
+        sums = self._over_ranks(values)
         return [total / self._shard.world_size for total in sums]
 
-    def _over_ranks(
-        self, values: list[float] | list[int], op: dist.ReduceOp.RedOpType
-    ) -> list[float]:
+    def _over_ranks(self, values: list[float] | list[int], *, maximum: bool = False) -> list[float]:
         # fp64 holds every byte count below 2**53 exactly.
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self._shard.world_size > 1:
-            dist.all_reduce(numbers, op=op)
-        return [float(number) for number in numbers]
+        return [float(number) for number in over_ranks(numbers, maximum=maximum)]
