@@ -39,7 +39,7 @@ INSTANCE_METHODS = ("no_sync", "zero_grad")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Handle:
+class Handle(handle.NotCopied):
     """What belongs to one sharded model. Lives on the model, under `handle.ATTRIBUTE`."""
 
     engine: Engine
@@ -48,17 +48,6 @@ class Handle:
     events: Events
     bindings: list[Binding] = field(default_factory=list)
     removers: list[Any] = field(default_factory=list)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        raise ShardingError(
-            "a sharded model cannot be copied as it is: copy it before shard, or build a second "
-            "one and load model.state_dict() of this one into it"
-        )
-
-    def __reduce__(self) -> str:
-        raise ShardingError(
-            "a sharded model cannot be pickled: save model.state_dict(), called on all ranks"
-        )
 
 
 def shard(
@@ -365,13 +354,21 @@ def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
         _clone_views(state, {unit.flat.untyped_storage()._cdata for unit in engine.units})
         engine.end_hold()
 
+    def before_loading(module: nn.Module, state: Any, prefix: str, info: Any, *_: Any) -> None:
+        if info.get("assign_to_params_buffers"):
+            raise ShardingError(
+                "load_state_dict(assign=True) would replace the parameters of a sharded model by "
+                "others that are neither trained nor saved: load with assign=False"
+            )
+        engine.begin_hold()
+
     def after_loading(*_: Any) -> None:
         engine.end_hold()
 
     owner.removers += [
         model.register_state_dict_pre_hook(before).remove,
         model.register_state_dict_post_hook(after_saving).remove,
-        model.register_load_state_dict_pre_hook(before).remove,
+        model.register_load_state_dict_pre_hook(before_loading).remove,
         model.register_load_state_dict_post_hook(after_loading).remove,
     ]
 

@@ -9,7 +9,7 @@ from onecopy.errors import ShardingError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ATTRIBUTE", "find", "of"]
+__all__ = ["ATTRIBUTE", "NotCopied", "find", "of"]
 
 ATTRIBUTE = "_onecopy"
 
@@ -32,3 +32,20 @@ def of(model: nn.Module) -> Any:
             "stage=...) first, and pass the module that was given to shard, not a part of it"
         )
     return found
+
+
+class NotCopied:
+    """A part of a sharded model that copying or pickling the model must not take along."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ShardingError(
+            "a sharded model cannot be copied as it is: copy it before shard, or build a second "
+            "one and load model.state_dict() of this one into it"
+        )
+
+    def __reduce__(self) -> str:
+        raise ShardingError(
+            "a sharded model cannot be pickled: save model.state_dict(), called on all ranks"
+        )

@@ -15,6 +15,7 @@ from torch import nn
 from onecopy.core.schedule import Schedule
 from onecopy.core.stages import STAGES
 from onecopy.core.unit import Unit, UnitSpec, UnitState
+from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,12 @@ class Engine:
             for unit in self.units
             for index, parameter in enumerate(unit.parameters)
         }
+        self._holders = [
+            (module._parameters, key, f"{name}.{key}" if name else key, parameter)
+            for name, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
 
     # Looking up -------------------------------------------------------------------------------
 
@@ -84,6 +91,21 @@ class Engine:
     def is_held(self) -> bool:
         """Everything is gathered and stays so (inside full_parameters)."""
         return self._held > 0
+
+    def check_parameters(self) -> None:
+        """Refuse to go on where a module holds another parameter than at shard.
+
+        Raises:
+            ShardingError: one was replaced; its new values would be neither trained nor saved.
+        """
+        for held, key, name, parameter in self._holders:
+            if held.get(key, parameter) is not parameter:
+                raise ShardingError(
+                    f"parameter {name} was replaced by another one after shard (an assignment to "
+                    "the module, or load_state_dict(assign=True) of a part), which is neither "
+                    "trained nor saved: change the values of the old one inside "
+                    "onecopy.full_parameters(model), or replace it before shard"
+                )
 
     # Verbs ------------------------------------------------------------------------------------
 

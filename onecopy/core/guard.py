@@ -6,8 +6,8 @@ through what needs no values (shape, dtype, hooks, `zeros_like`) and raises
 `ParameterReleasedError` for everything else. Swapping `__class__` costs well under a microsecond.
 
 What bypasses `__torch_function__`, and therefore the guard, is listed in docs/released.md:
-`torch.tensor(p)`, `as_subclass`, `DisableTorchFunctionSubclass`, and tensors that were taken from
-the parameter while it was gathered (`p.detach()`, `p.data`, a view).
+`torch.tensor(p)`, `as_subclass`, `DisableTorchFunctionSubclass`, the transforms of torch.func, and
+tensors that were taken from the parameter while it was gathered (`p.detach()`, a view).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _METHODS = (
     "size stride dim numel nelement element_size storage_offset is_contiguous is_floating_point "
     "is_complex is_signed is_inference get_device requires_grad_ register_hook "
     "register_post_accumulate_grad_hook retain_grad __len__ __hash__ _is_view has_names "
-    "new_empty new_zeros new_ones new_full new_empty_strided"
+    "new_empty new_zeros new_ones new_full new_empty_strided __dir__"
 ).split()
 _FUNCTIONS = (
     "numel is_floating_point is_complex is_signed is_inference empty_like zeros_like ones_like "
@@ -92,6 +92,9 @@ def guard_class(parameter_class: type[nn.Parameter], touch: Touch) -> type[nn.Pa
                     return func(*args, **kwargs)
             if func is torch.Tensor.__repr__:
                 return _describe(args[0])
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                # The name of the type; with a type it is a conversion.
+                return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
             for tensor in (*_tensors(args), *_tensors(kwargs)):
                 if type(tensor) is cls and tensor.numel():
                     touch(tensor)

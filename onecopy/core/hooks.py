@@ -18,6 +18,7 @@ from torch import nn
 
 from onecopy.core.precision import DTYPES, cast_floating
 from onecopy.core.unit import UnitState
+from onecopy.handle import NotCopied
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Hooks"]
 
 
-class Hooks:
+class Hooks(NotCopied):
     """The hooks of one model; `remove` takes all of them away again."""
 
     def __init__(self, engine: Engine, backward: Backward) -> None:

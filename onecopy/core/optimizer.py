@@ -172,6 +172,7 @@ class Binding:
                     "optimizer.step() inside full_parameters: the step would change masters whose "
                     "gathered values are written back afterwards. Step outside of it"
                 )
+            engine.check_parameters()
             backward.flush()
             engine.events.phase = "step"
             limits.add(engine.config.max_grad_norm)

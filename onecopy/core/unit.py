@@ -93,6 +93,7 @@ class Unit:
         self._guards = [guards[kind] for kind in self._classes]
         self._versions = [parameter._version for parameter in self.parameters]
         self._warned = False
+        self._is_aliased = False
         self.gradients = Gradients(self, collectives, stage) if spec.trainable else None
         self._num_owners = buffers.num_owners(self.flat)
         if stage.releases:
@@ -159,7 +160,7 @@ class Unit:
         self._expect("release", UnitState.GATHERED)
         self.keep_changes()
         self._events.emit("release", self.name)
-        self._drop_values(keep_bytes=settled and self._has_aliases())
+        self._drop_values(keep_bytes=self._has_aliases(settled=settled))
 
     def refresh(self) -> None:
         """After a step that changed the masters: begin to send the new values around."""
@@ -230,7 +231,8 @@ class Unit:
 
     def _drop_values(self, *, keep_bytes: bool = False) -> None:
         self._put_guard()
-        if not keep_bytes:
+        # A storage that was lent to numpy cannot be resized any more.
+        if not keep_bytes and self.flat.untyped_storage().resizable():
             buffers.free(self.flat)
         self.state = UnitState.SHARDED
 
@@ -244,10 +246,18 @@ class Unit:
         self._versions = [parameter._version for parameter in self.parameters]
         self.state = UnitState.GATHERED
 
-    def _has_aliases(self) -> bool:
-        """Whether somebody else holds the storage: then its bytes must stay (see docs)."""
+    def _has_aliases(self, *, settled: bool) -> bool:
+        """Whether somebody else holds the storage: then its bytes must stay (see docs).
+
+        Only a settled release finds aliases, the others would count what autograd holds; once
+        found, they are respected until nobody holds the storage.
+        """
         if buffers.num_owners(self.flat) <= self._num_owners:
+            self._is_aliased = False
             return False
+        if not settled:
+            return self._is_aliased
+        self._is_aliased = True
         if not self._warned:
             self._warned = True
             warnings.warn(
