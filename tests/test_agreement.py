@@ -105,7 +105,12 @@ def test_divergence_is_named(
     """Well before the process group's timeout, with ranks and units in the message."""
     started = time.monotonic()
     results = pool.run(
-        world, function, *arguments, timeout=60, group_timeout=50, expect_failures=True,
+        world,
+        function,
+        *arguments,
+        timeout=60,
+        group_timeout=50,
+        expect_failures=True,
         record_warnings=True,
     )
     assert time.monotonic() - started < 40, "an error that takes this long is a hang"

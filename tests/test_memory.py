@@ -1,4 +1,4 @@
-"""Memory per rank against DESIGN section 3's exact formula, term by term, and the peak of a step."""
+"""Memory per rank against DESIGN section 3's formula, term by term, and the peak of a step."""
 
 from __future__ import annotations
 

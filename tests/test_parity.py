@@ -129,8 +129,7 @@ def test_equals_one_pass_over_the_whole_batch(
     optimizer = OPTIMIZERS["sgd"](model)
     for step in models.batches(name, plan.steps, world):
         tensors = {
-            key: torch.cat([ranks[0].tensors[key] for ranks in step])
-            for key in step[0][0].tensors
+            key: torch.cat([ranks[0].tensors[key] for ranks in step]) for key in step[0][0].tensors
         }
         models.loss(model, models.Batch(name, 0, 0, tensors)).backward()
         optimizer.step()
@@ -158,7 +157,11 @@ def test_random_module_trees(
 ) -> None:
     """Shared, unused, frozen, zero-size and odd-shaped parameters in any arrangement."""
     plan = Plan(
-        name="tree", stage=stage, seed=seed, optimizer="momentum", backwards=backwards,
+        name="tree",
+        stage=stage,
+        seed=seed,
+        optimizer="momentum",
+        backwards=backwards,
         no_sync=no_sync,
     )
     check(pool, world, plan)

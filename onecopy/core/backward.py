@@ -75,6 +75,8 @@ class Backward:
         # Under create_graph the graph of the gradient will need the values again.
         values_needed = torch.is_grad_enabled()
         with torch.no_grad():
+            if gradients.needs_buffer:
+                self._make_room()
             gradients.add(index, gradient)
             if gradients.is_complete:
                 self._done.add(unit)
@@ -160,10 +162,16 @@ class Backward:
                 self._finish(older)
         self._in_flight.append(unit)
 
+    def _make_room(self) -> None:
+        """Where gradients are cut, at most one unit's full gradients exist at a time."""
+        if self._engine.stage.cut_gradients:
+            while self._in_flight:
+                self._finish(self._in_flight.popleft())
+
     def _finish(self, unit: Unit, *, read_unit_flag: bool = False, keep: bool = True) -> bool:
         gradients = unit.gradients
         assert gradients is not None, "only trainable units are reduced"
-        if not gradients.has_means:
+        if gradients.mean is None:
             self._fresh.add(unit)
         return gradients.finish_reduce(read_unit_flag=read_unit_flag, keep=keep)
 

@@ -50,7 +50,6 @@ class Gradients:
         # time where some never come.
         self._expected = self._all
         self.carry: torch.Tensor | None = None
-        self.mean: torch.Tensor | None = None
         # Which parameters have a gradient in the buffer or in the carry, since the last reduce.
         self._filled: set[int] = set()
         self._carried: set[int] = set()
@@ -66,14 +65,23 @@ class Gradients:
         return self._expected <= self._arrived
 
     @property
+    def needs_buffer(self) -> bool:
+        """The next gradient will make the buffer take its memory."""
+        return buffers.is_freed(self.buffer)
+
+    @property
     def has_local(self) -> bool:
         """There are gradients of this rank that no reduce has taken."""
         return self._pending is None and bool(self._filled or self._carried)
 
     @property
-    def has_means(self) -> bool:
-        """Some owned piece has a gradient since the last zero_grad."""
-        return any(piece.grad is not None for piece in self._unit.pieces.values())
+    def mean(self) -> torch.Tensor | None:
+        """The owner's mean, held by the pieces' `.grad` alone: zero_grad frees it."""
+        for piece in self._unit.pieces.values():
+            base = None if piece.grad is None else piece.grad._base
+            if base is not None and base.numel() == self._unit.layout.stride:
+                return base
+        return None
 
     @property
     def in_flight(self) -> bool:
@@ -185,11 +193,10 @@ class Gradients:
 
     def zero(self, *, set_to_none: bool) -> None:
         """What `zero_grad` means: no gradients, or zeros where there were some."""
-        if set_to_none or self.mean is None:
-            self.clear()
-            return
-        self.clear(keep_means=True)
-        self.mean.zero_()
+        mean = self.mean
+        self.clear(keep_means=not set_to_none)
+        if mean is not None and not set_to_none:
+            mean.zero_()
 
     def clear(self, *, keep_means: bool = False) -> None:
         """Forget local gradients, and the owned means too unless told to keep them."""
@@ -200,7 +207,6 @@ class Gradients:
         self.carry = None
         self._free_buffer()
         if not keep_means:
-            self.mean = None
             for piece in self._unit.pieces.values():
                 piece.grad = None
 
@@ -233,20 +239,21 @@ class Gradients:
         unit = self._unit
         pieces = unit.layout.pieces(self._collectives.groups.shard.rank)
         owned = [unit.pieces[piece.index] for piece in pieces]
-        if self.mean is None or all(piece.grad is None for piece in owned):
-            self.mean = result
+        mean = self.mean
+        if mean is None:
+            mean = result
         else:
             for place, piece in zip(pieces, owned, strict=True):
-                region = self.mean[place.start : place.start + place.numel]
+                region = mean[place.start : place.start + place.numel]
                 if piece.grad is None:
                     region.zero_()
                 elif piece.grad.data_ptr() != region.data_ptr():
                     region.copy_(piece.grad)
                     piece.grad = region
-            self.mean.add_(result)
+            mean.add_(result)
         for order, (place, piece) in enumerate(zip(pieces, owned, strict=True)):
             if piece.grad is None and (flags is None or flags[order]):
-                piece.grad = self.mean[place.start : place.start + place.numel]
+                piece.grad = mean[place.start : place.start + place.numel]
 
 
 class _Targets:
