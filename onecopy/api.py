@@ -88,7 +88,7 @@ def shard(
     Source: ZeRO (Rajbhandari et al. 2020), sections 5 and 7.
     """
     config = Config.make(config, settings)
-    models: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    models: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
     optimizers = _as_list(optimizer)
     _check_arguments(models, optimizers)
     sharded = [one for one in models if handle.find(one) is not None]
@@ -117,8 +117,9 @@ def unshard(model: nn.Module) -> nn.Module:
     """
     owner: Handle = handle.of(model)
     owner.backward.flush()
-    with owner.engine.hold():
-        restore_model(owner.engine, owner.bindings)
+    # Never let go of: the engine ends here, with everything gathered.
+    owner.engine.begin_hold()
+    restore_model(owner.engine, owner.bindings)
     for binding in owner.bindings:
         binding.remove()
     owner.hooks.remove()

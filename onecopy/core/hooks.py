@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from onecopy.core.precision import DTYPES, cast_floating
 from onecopy.core.unit import UnitState
+from onecopy.errors import OneCopyError
 from onecopy.handle import NotCopied
 
 if TYPE_CHECKING:
@@ -120,7 +122,9 @@ class Hooks(NotCopied):
 
     def _end(self, *, failed: bool) -> None:
         self._saved.end()
-        self._engine.rest()
+        # After a lost connection rest fails too; the first error is the one to see.
+        with suppress(OneCopyError) if failed else nullcontext():
+            self._engine.rest()
         self._engine.schedule.end(failed=failed)
         self._engine.events.phase = "api"
         if failed and self._engine.forwards:

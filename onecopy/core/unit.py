@@ -146,8 +146,13 @@ class Unit:
         """Wait until all slices are here; the parameters hold their values."""
         self._expect("finish_gather", UnitState.GATHERING)
         assert self._pending is not None, "a gathering unit has a transfer under way"
-        self._pending.finish()
-        self._pending = None
+        pending, self._pending = self._pending, None
+        try:
+            pending.finish()
+        except BaseException:
+            # The connection is broken, but a peer may still be writing: the bytes must stay.
+            self._drop_values(keep_bytes=True)
+            raise
         self._remove_guard()
 
     def release(self, *, settled: bool) -> None:
@@ -203,7 +208,10 @@ class Unit:
         self._expect("detach_parameters", UnitState.GATHERED)
         whole = self.flat
         if self.dtypes.master != self.dtypes.compute:
-            whole = self.flat.to(self.dtypes.master)
+            # Every rank's masters: the gathered values are rounded to the compute dtype.
+            whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
+            whole.view(self.layout.num_slices, -1)[self.shard_rank].copy_(self.master)
+            self._collectives.gather(whole, self.number).finish()
         for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
             parameter.data = view_of(whole, start, parameter).clone()
 
