@@ -305,7 +305,7 @@ def _warn_of_unowned(owner: Handle) -> None:
     owned = {id(p) for one in owner.bindings for group in one.parameters for p in group}
     missing = [
         name
-        for unit in owner.engine.trainable_units
+        for unit in (gradients.unit for gradients in owner.engine.gradients)
         for name, parameter in zip(unit.names, unit.parameters, strict=True)
         if id(parameter) not in owned and parameter.numel()
     ]
@@ -330,8 +330,8 @@ def _add_methods(model: nn.Module, owner: Handle) -> None:
         """See torch.nn.Module.zero_grad; clears the owned slices too."""
         one = _alive(reference)
         type(one).zero_grad(one, set_to_none)
-        for unit in handle.of(one).engine.trainable_units:
-            unit.gradients.zero(set_to_none=set_to_none)
+        for gradients in handle.of(one).engine.gradients:
+            gradients.zero(set_to_none=set_to_none)
 
     vars(model)["no_sync"] = bound_no_sync
     vars(model)["zero_grad"] = zero_grad

@@ -27,11 +27,15 @@ from torch.autograd import Variable
 
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
+    from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
 
 __all__ = ["Backward"]
 
 MOST_FORWARDS_IN_KEY = 64
+
+_current_task = torch._C._current_graph_task_id
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Backward:
@@ -46,11 +50,10 @@ class Backward:
         self._engine = engine
         self._tasks: list[int] = []
         self._frames = 0
-        self._order: list[Unit] | None = None
+        self._order: list[Gradients] = []
         self._next = 0
-        self._in_flight: deque[Unit] = deque()
+        self._in_flight: deque[Gradients] = deque()
         self._done: set[Unit] = set()
-        self._fresh: set[Unit] = set()
 
     # Moments ----------------------------------------------------------------------------------
 
@@ -64,30 +67,29 @@ class Backward:
                 self._engine.release_passed(unit)
                 self._engine.demand(unit)
 
-    def gradient_arrived(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
+    def gradient_arrived(self, gradients: Gradients, index: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of one parameter."""
-        self.enter()
-        gradients, gradient = unit.gradients, parameter.grad
-        assert gradients is not None, "only trainable units have gradient hooks"
+        if _current_task() not in self._tasks:
+            self.enter()
+        gradient = parameter.grad
         if gradient is None:
             return
         parameter.grad = None
-        # Under create_graph the graph of the gradient will need the values again.
-        values_needed = torch.is_grad_enabled()
-        with torch.no_grad():
-            if gradients.needs_buffer:
-                self._make_room()
-            gradients.add(index, gradient)
-            if gradients.is_complete:
-                self._done.add(unit)
-                if not values_needed:
-                    self._engine.release(unit)
-                if self.sync:
-                    self._launch_complete()
+        if gradients.needs_buffer:
+            self._make_room()
+        if _is_grad_enabled():
+            # Under create_graph the graph of the gradient will need the values again: no release.
+            with torch.no_grad():
+                gradients.add(index, gradient)
+        elif gradients.add(index, gradient):
+            self._done.add(gradients.unit)
+            self._engine.release(gradients.unit)
+            if self.sync:
+                self._launch_complete()
 
     def enter(self) -> None:
         """Called first by every hook in backward: knows a new graph task, and its end."""
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         if task in self._tasks:
             return
         frames = _num_backward_frames()
@@ -111,19 +113,20 @@ class Backward:
         engine.forwards.clear()
         self._next = 0
         self._done.clear()
-        self._fresh.clear()
-        if self.sync and self._order is None:
-            self._order = self._agree_on_order()
+        for gradients in engine.gradients:
+            gradients.is_fresh = False
+        self._agree_on_order()
 
-    def _agree_on_order(self) -> list[Unit]:
+    def _agree_on_order(self) -> None:
         """The units to reduce, in order: as they were used, if that was so on all ranks."""
-        trainable = self._engine.trainable_units
-        used = [unit for unit in reversed(self._engine.used) if unit.gradients is not None]
-        proposal = " ".join(str(unit.number) for unit in used)
-        proposals = self._engine.collectives.agreement.exchange("the order of reduces", proposal)
-        if used and all(other == proposal for other in proposals):
-            return used
-        return trainable[::-1]
+        engine = self._engine
+        if self._order or not self.sync:
+            return
+        used = [unit.gradients for unit in reversed(engine.used) if unit.gradients is not None]
+        proposal = " ".join(str(gradients.unit.number) for gradients in used)
+        proposals = engine.collectives.agreement.exchange("the order of reduces", proposal)
+        alike = bool(used) and all(other == proposal for other in proposals)
+        self._order = used if alike else engine.gradients[::-1]
 
     def _leave(self, task: int) -> None:
         """Callback at the end of a graph task; the outermost one's is the end of the backward."""
@@ -134,106 +137,84 @@ class Backward:
             with torch.no_grad():
                 self._end()
 
+    def _end(self) -> None:
+        if self.sync:
+            self._reduce_rest()
+        else:
+            for gradients in self._engine.gradients:
+                gradients.keep_local()
+        self._engine.rest()
+        self._engine.schedule.end()
+        self._engine.events.phase = "api"
+
     # Reduces ----------------------------------------------------------------------------------
 
     def _launch_complete(self) -> None:
         """Launch what is complete and next in the order; the last one waits for the end."""
         order = self._order
-        assert order is not None, "a synchronising backward has an order"
-        while self._next < len(order) - 1:
-            gradients = order[self._next].gradients
-            if gradients is None or not gradients.is_complete:
-                return
+        while self._next < len(order) - 1 and order[self._next].is_complete:
             self._launch(order[self._next])
             self._next += 1
 
-    def _launch(self, unit: Unit, *, unit_flag: bool = False) -> None:
-        gradients = unit.gradients
-        assert gradients is not None, "only trainable units are reduced"
+    def _launch(self, gradients: Gradients, *, unit_flag: bool | None = None) -> None:
         gradients.start_reduce(unit_flag=unit_flag)
         self._engine.events.emit(
-            "reduce", unit.name, num_bytes=gradients.reduce_bytes, group="world"
+            "reduce", gradients.unit.name, num_bytes=gradients.reduce_bytes, group="world"
         )
         # Bounded: while this one is on its way, older ones finish their hops.
         for older in list(self._in_flight):
-            assert older.gradients is not None, "only trainable units are reduced"
-            if older.gradients.advance_reduce():
+            if older.advance_reduce():
                 self._in_flight.remove(older)
-                self._finish(older)
-        self._in_flight.append(unit)
+                older.finish_reduce()
+        self._in_flight.append(gradients)
+
+    def _finish_all(self, *, keep: bool = True) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduce(keep=keep)
 
     def _make_room(self) -> None:
         """Where gradients are cut, at most one unit's full gradients exist at a time."""
         if self._engine.stage.cut_gradients:
-            while self._in_flight:
-                self._finish(self._in_flight.popleft())
-
-    def _finish(self, unit: Unit, *, read_unit_flag: bool = False, keep: bool = True) -> bool:
-        gradients = unit.gradients
-        assert gradients is not None, "only trainable units are reduced"
-        if gradients.mean is None:
-            self._fresh.add(unit)
-        return gradients.finish_reduce(read_unit_flag=read_unit_flag, keep=keep)
-
-    def _end(self) -> None:
-        if self.sync:
-            self._reduce_rest()
-        else:
-            for unit in self._engine.trainable_units:
-                assert unit.gradients is not None, "trainable units have gradients"
-                unit.gradients.keep_local()
-        self._engine.rest()
-        self._engine.schedule.end()
-        self._engine.events.phase = "api"
+            self._finish_all()
 
     def _reduce_rest(self) -> None:
         """Launch what is left of the order, finish everything, and reduce late gradients."""
         order = self._order
-        assert order is not None, "a synchronising backward has an order"
         rest = order[self._next :]
-        late = [
-            unit
-            for unit in self._engine.trainable_units
-            if unit not in rest and unit.gradients is not None and unit.gradients.has_local
-        ]
-        for unit in rest:
-            self._launch(unit, unit_flag=bool(late) and unit is order[-1])
-        flagged = False
-        while self._in_flight:
-            unit = self._in_flight.popleft()
-            flagged |= self._finish(unit, read_unit_flag=unit is order[-1])
-        if flagged:
+        late = [one for one in self._engine.gradients if one not in rest and one.has_local]
+        for gradients in rest:
+            self._launch(gradients, unit_flag=bool(late) if gradients is order[-1] else None)
+        self._finish_all()
+        if order and order[-1].read_unit_flag():
             self._reduce_late(late)
 
-    def _reduce_late(self, late: list[Unit]) -> None:
+    def _reduce_late(self, late: list[Gradients]) -> None:
         """All ranks know that some rank has gradients outside the pattern: reduce them too."""
-        order, units = self._order, self._engine.units
-        assert order is not None, "a synchronising backward has an order"
-        mine = " ".join(str(unit.number) for unit in late)
+        mine = " ".join(str(gradients.unit.number) for gradients in late)
         theirs = self._engine.collectives.agreement.exchange("late gradients", mine)
-        for number in sorted({int(item) for other in theirs for item in other.split()}):
-            self._launch(units[number])
-            if units[number] not in order:
+        numbers = {int(number) for other in theirs for number in other.split()}
+        for gradients in self._engine.gradients:
+            if gradients.unit.number not in numbers:
+                continue
+            self._launch(gradients)
+            if gradients not in self._order:
                 # Used from now on: part of the pattern, before the last, which carries the flag.
-                order.insert(len(order) - 1, units[number])
-        while self._in_flight:
-            self._finish(self._in_flight.popleft())
+                self._order.insert(len(self._order) - 1, gradients)
+        self._finish_all()
 
     # Around the step --------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Before a step: reduce what no_sync has left, and drop a backward that failed."""
         self.recover()
-        trainable = self._engine.trainable_units
-        if any(unit.gradients is not None and unit.gradients.has_local for unit in trainable):
-            if self._order is None:
-                self._order = self._agree_on_order()
-            self._next = 0
+        if self.sync and any(gradients.has_local for gradients in self._engine.gradients):
             with torch.no_grad():
+                self._agree_on_order()
+                self._next = 0
                 self._reduce_rest()
 
     def recover(self) -> None:
-        """A forward begins outside of any backward: if one is still open, it has failed."""
+        """Outside of any backward: if one is still open, it has failed."""
         if self._tasks:
             self.abort()
 
@@ -243,20 +224,18 @@ class Backward:
         Ranks may have launched different numbers of reduces: all launch as many as the furthest
         has, drop the results, and forget gradients that only this backward had brought.
         """
-        engine, order = self._engine, self._order
+        engine = self._engine
         self._tasks.clear()
-        if self.sync and order is not None:
+        if self.sync:
             launched = engine.collectives.agreement.exchange(
                 "recovery from an exception in backward", str(self._next)
             )
             with torch.no_grad():
-                for unit in order[self._next : max(int(item) for item in launched)]:
-                    self._launch(unit)
-                while self._in_flight:
-                    self._finish(self._in_flight.popleft(), keep=False)
-        for unit in engine.trainable_units:
-            if unit.gradients is not None:
-                unit.gradients.clear(keep_means=unit not in self._fresh)
+                for gradients in self._order[self._next : max(int(item) for item in launched)]:
+                    self._launch(gradients)
+                self._finish_all(keep=False)
+        for gradients in engine.gradients:
+            gradients.clear(keep_means=not gradients.is_fresh)
         engine.schedule.end(failed=True)
         engine.rest()
         engine.events.phase = "api"

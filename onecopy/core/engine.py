@@ -31,6 +31,7 @@ class Engine:
     """The units of one model and the verbs on them.
 
     Attributes:
+        gradients: those of the trainable units, in the same order.
         units: in the order root first, then module order; `unit.number` is the place here.
         used: units in the order of their first use in forward.
         forwards: keys of the forwards since the last backward; they name the backward's segment.
@@ -53,6 +54,7 @@ class Engine:
         self.units = [
             Unit(number, spec, self.stage, collectives, events) for number, spec in enumerate(specs)
         ]
+        self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
         self.used: dict[Unit, None] = {}
         self.forwards: list[Hashable] = []
         self._held = 0
@@ -81,11 +83,6 @@ class Engine:
     def units_of(self, module: nn.Module) -> tuple[Unit, ...]:
         """The units that are gathered around this module's forward."""
         return tuple(unit for unit in self.units if unit.module is module)
-
-    @property
-    def trainable_units(self) -> list[Unit]:
-        """Units with gradients."""
-        return [unit for unit in self.units if unit.gradients is not None]
 
     @property
     def is_held(self) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onecopy.core.layout import Span
+from onecopy.core.layout import Piece
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Gradients:
     """See the module's docstring."""
 
     def __init__(self, unit: Unit, collectives: Collectives, stage: Stage) -> None:
-        self._unit = unit
+        self.unit = unit
         self._collectives = collectives
         self._keeps_buffer = stage.keeps_gradient_buffer
         layout, dtypes = unit.layout, unit.dtypes
@@ -41,10 +41,21 @@ class Gradients:
             layout.gradient_numel, dtype=dtypes.reduce, device=unit.flat.device
         )
         self._trailers = self.buffer.view(layout.num_slices, layout.stride)[:, layout.slice_numel :]
-        self._targets = [
-            _targets(self.buffer, spans, parameter)
+        # Where each parameter's gradient goes: 1-D parts in memory order, and a view shaped like
+        # the parameter where no slice border cuts it.
+        self._parts = [
+            [(self.buffer[span.start : span.start + span.numel], span) for span in spans]
+            for spans in layout.spans
+        ]
+        self._wholes = [
+            self.buffer.as_strided(parameter.size(), parameter.stride(), spans[0].start)
+            if len(spans) == 1
+            else None
             for spans, parameter in zip(layout.spans, unit.parameters, strict=True)
         ]
+        places = layout.pieces(unit.shard_rank)
+        self._owned = [(place, unit.pieces[place.index]) for place in places]
+        self._split_sizes = _split_sizes(places, layout.stride)
         self._all = frozenset(index for index, parts in enumerate(layout.spans) if parts)
         # The parameters whose gradients make this unit complete: all, or those that came last
         # time where some never come.
@@ -56,18 +67,17 @@ class Gradients:
         # Which have arrived in the backward that is running.
         self._arrived: set[int] = set()
         self._pending: Pending | None = None
-        if not self._keeps_buffer:
-            buffers.free(self.buffer)
+        self._unit_flag: torch.Tensor | None = None
+        self._flag_is_wanted = False
+        # The means come from the running backward alone.
+        self.is_fresh = False
+        self.needs_buffer = False
+        self._free_buffer()
 
     @property
     def is_complete(self) -> bool:
         """All parameters that get a gradient have it, of the running backward."""
         return self._expected <= self._arrived
-
-    @property
-    def needs_buffer(self) -> bool:
-        """The next gradient will make the buffer take its memory."""
-        return buffers.is_freed(self.buffer)
 
     @property
     def has_local(self) -> bool:
@@ -77,9 +87,9 @@ class Gradients:
     @property
     def mean(self) -> torch.Tensor | None:
         """The owner's mean, held by the pieces' `.grad` alone: zero_grad frees it."""
-        for piece in self._unit.pieces.values():
+        for _, piece in self._owned:
             base = None if piece.grad is None else piece.grad._base
-            if base is not None and base.numel() == self._unit.layout.stride:
+            if base is not None and base.numel() == self.unit.layout.stride:
                 return base
         return None
 
@@ -88,68 +98,72 @@ class Gradients:
         """A reduce is under way."""
         return self._pending is not None
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of parameter `index`; a second one in the same reduce is added."""
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take the gradient of parameter `index`; a second one in the same reduce is added.
+
+        Returns whether the unit is complete now. (Called for every parameter: kept short.)
+        """
         if self._pending is not None:
             # A late gradient (reentrant checkpointing): the buffer is still being sent.
-            self.finish_reduce(read_unit_flag=False)
-        if buffers.is_freed(self.buffer):
-            buffers.grow(self.buffer)
+            self.finish_reduce()
+        if self.needs_buffer:
+            self._take_buffer()
+        target, filled, arrived = self._wholes[index], self._filled, self._arrived
+        if target is None or index in filled or gradient.is_sparse:
+            self._add_parts(index, gradient)
+        else:
+            target.copy_(gradient)
+        filled.add(index)
+        arrived.add(index)
+        return len(arrived) >= len(self._expected) and self._expected <= arrived
+
+    def _add_parts(self, index: int, gradient: torch.Tensor) -> None:
+        """The rarer ways to take a gradient: cut by a slice border, sparse, or a second one."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        targets = self._targets[index]
-        again = index in self._filled
-        parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-        if targets.whole is not None:
-            parts = ((targets.whole, gradient),)
-        else:
-            flat = self._unit.in_memory_order(index, gradient)
-            parts = tuple(
-                (target, flat[span.offset : span.offset + span.numel])
-                for target, span in targets.parts
-            )
-        for target, part in parts:
-            if again:
+        flat = self.unit.in_memory_order(index, gradient)
+        for target, span in self._parts[index]:
+            part = flat[span.offset : span.offset + span.numel]
+            if index in self._filled:
                 target.add_(part)
             else:
                 target.copy_(part)
-        self._filled.add(index)
-        self._arrived.add(index)
 
     def keep_local(self) -> None:
         """End of a backward under no_sync: keep the sums on this rank, in master precision."""
         self._arrived.clear()
-        if self.buffer.dtype == self._unit.dtypes.master or not self._filled:
+        if self.buffer.dtype == self.unit.dtypes.master or not self._filled:
             return
         self._zero_missing()
         if self.carry is None:
-            self.carry = self.buffer.to(self._unit.dtypes.master)
+            self.carry = self.buffer.to(self.unit.dtypes.master)
         else:
             self.carry.add_(self.buffer)
         self._carried |= self._filled
         self._filled.clear()
         self._free_buffer()
 
-    def start_reduce(self, *, unit_flag: bool) -> None:
+    def start_reduce(self, *, unit_flag: bool | None = None) -> None:
         """Begin to sum this unit's gradients to their owners; missing ones count as zero.
 
         Args:
             unit_flag: a message that rides along, one bit for the whole unit; see
-                `finish_reduce`.
+                `read_unit_flag`.
         """
-        if buffers.is_freed(self.buffer):
-            buffers.grow(self.buffer)
+        if self.needs_buffer:
+            self._take_buffer()
         self._zero_missing()
         if self.carry is not None:
             self.carry.add_(self.buffer)
             self.buffer.copy_(self.carry)
             self.carry = None
-        self._write_flags(unit_flag)
+        self._write_flags(bool(unit_flag))
+        self._flag_is_wanted = unit_flag is not None
         # Late parameters make all expected again; absent ones are not waited for next time.
         late = not self._arrived <= self._expected
         self._expected = self._all if late or not self._arrived else frozenset(self._arrived)
         self._pending = self._collectives.reduce(
-            self.buffer, self._unit.dtypes.master, self._unit.number
+            self.buffer, self.unit.dtypes.master, self.unit.number
         )
 
     def advance_reduce(self) -> bool:
@@ -162,34 +176,34 @@ class Gradients:
         assert self._pending is not None, "a reduce is under way"
         return self._pending.num_bytes
 
-    def finish_reduce(self, *, read_unit_flag: bool, keep: bool = True) -> bool:
-        """Wait for the reduce and add its mean to the owned slice.
+    def finish_reduce(self, *, keep: bool = True) -> None:
+        """Wait for the reduce, if one is under way, and add its mean to the owned slice.
 
         Args:
-            read_unit_flag: whether the caller needs the flag (on an accelerator that costs a
-                synchronisation).
             keep: False drops the result (after an exception).
-
-        Returns:
-            whether any rank had set the unit's flag; False if it was not read.
         """
         if self._pending is None:
-            return False
+            return
         result = self._pending.finish()
         self._pending = None
-        layout = self._unit.layout
+        layout = self.unit.layout
         complete = len(self._filled | self._carried) == len(self._all)
         self._filled.clear()
         self._carried.clear()
         self._arrived.clear()
         self._free_buffer()
-        flagged = read_unit_flag and bool(result[layout.unit_flag] > 0)
-        if keep and self._unit.pieces:
+        if self._flag_is_wanted:
+            self._unit_flag = result[layout.unit_flag].clone()
+        if keep and self._owned:
             flags = None
             if not complete:
                 flags = (result[layout.slice_numel : layout.stride] > 0).tolist()
             self._accumulate(result, flags)
-        return flagged
+
+    def read_unit_flag(self) -> bool:
+        """Whether any rank had set the flag of the last reduce (waits for an accelerator)."""
+        flag, self._unit_flag = self._unit_flag, None
+        return flag is not None and bool(flag > 0)
 
     def zero(self, *, set_to_none: bool) -> None:
         """What `zero_grad` means: no gradients, or zeros where there were some."""
@@ -207,21 +221,27 @@ class Gradients:
         self.carry = None
         self._free_buffer()
         if not keep_means:
-            for piece in self._unit.pieces.values():
+            for piece in self.unit.pieces.values():
                 piece.grad = None
 
     # Details ----------------------------------------------------------------------------------
 
+    def _take_buffer(self) -> None:
+        buffers.grow(self.buffer)
+        self.needs_buffer = False
+
     def _free_buffer(self) -> None:
-        if not self._keeps_buffer:
+        if not self._keeps_buffer and not self.needs_buffer:
             buffers.free(self.buffer)
+            self.needs_buffer = True
 
     def _zero_missing(self) -> None:
         if len(self._filled) == len(self._all):
             return
-        for index, targets in enumerate(self._targets):
+        for index, parts in enumerate(self._parts):
             if index not in self._filled:
-                targets.zero_()
+                for target, _ in parts:
+                    target.zero_()
 
     def _write_flags(self, unit_flag: bool) -> None:
         present = self._filled | self._carried
@@ -230,20 +250,17 @@ class Gradients:
         else:
             self._trailers.zero_()
             for index in present:
-                for span in self._unit.layout.spans[index]:
+                for span in self.unit.layout.spans[index]:
                     self.buffer[span.flag] = 1
         self._trailers[:, -1].fill_(int(unit_flag))
 
     def _accumulate(self, result: torch.Tensor, flags: list[bool] | None) -> None:
         """Add a mean to the owned slice; pieces without a gradient so far start from it."""
-        unit = self._unit
-        pieces = unit.layout.pieces(self._collectives.groups.shard.rank)
-        owned = [unit.pieces[piece.index] for piece in pieces]
         mean = self.mean
         if mean is None:
-            mean = result
+            mean, self.is_fresh = result, True
         else:
-            for place, piece in zip(pieces, owned, strict=True):
+            for place, piece in self._owned:
                 region = mean[place.start : place.start + place.numel]
                 if piece.grad is None:
                     region.zero_()
@@ -251,35 +268,17 @@ class Gradients:
                     region.copy_(piece.grad)
                     piece.grad = region
             mean.add_(result)
-        for order, (place, piece) in enumerate(zip(pieces, owned, strict=True)):
+        # One call makes all views; the gaps between pieces are every other one.
+        views = mean.split_with_sizes(self._split_sizes)[1::2]
+        for order, (_, piece) in enumerate(self._owned):
             if piece.grad is None and (flags is None or flags[order]):
-                piece.grad = mean[place.start : place.start + place.numel]
+                piece.grad = views[order]
 
 
-class _Targets:
-    """Where one parameter's gradient goes in the buffer.
-
-    whole: a view shaped like the parameter, where no slice border cuts it.
-    parts: 1-D views in memory order, where one does.
-    """
-
-    __slots__ = ("parts", "whole")
-
-    def __init__(
-        self, whole: torch.Tensor | None, parts: tuple[tuple[torch.Tensor, Span], ...]
-    ) -> None:
-        self.whole = whole
-        self.parts = parts
-
-    def zero_(self) -> None:
-        """No gradient: zeros."""
-        for target, _ in self.parts:
-            target.zero_()
-
-
-def _targets(buffer: torch.Tensor, spans: tuple[Span, ...], parameter: torch.Tensor) -> _Targets:
-    parts = tuple((buffer[span.start : span.start + span.numel], span) for span in spans)
-    whole = None
-    if len(spans) == 1:
-        whole = buffer.as_strided(parameter.size(), parameter.stride(), spans[0].start)
-    return _Targets(whole, parts)
+def _split_sizes(places: tuple[Piece, ...], numel: int) -> list[int]:
+    """gap, piece, gap, piece, ..., gap: the sizes of all of them, some gaps empty."""
+    sizes, position = [], 0
+    for place in places:
+        sizes += [place.start - position, place.numel]
+        position = place.start + place.numel
+    return [*sizes, numel - position]

@@ -49,10 +49,10 @@ class Hooks(NotCopied):
         modules[id(engine.model)] = engine.model
         for module in modules.values():
             self._add_module(module)
-        for unit in engine.trainable_units:
-            for index, parameter in enumerate(unit.parameters):
+        for gradients in engine.gradients:
+            for index, parameter in enumerate(gradients.unit.parameters):
                 if parameter.numel():
-                    hook = partial(backward.gradient_arrived, unit, index)
+                    hook = partial(backward.gradient_arrived, gradients, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
