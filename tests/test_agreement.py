@@ -249,3 +249,63 @@ def test_values_and_buffers_become_those_of_the_first_rank(pool: Pool) -> None:
     for state in pool.run(3, build_from_rank):
         for name, value in models.build("convbn", seed=0).state_dict().items():
             assert torch.equal(state[name], value), name
+
+
+class PartBlock(nn.Module):
+    """A block whose second half is optional."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(8, 8)
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return self.extra(x) if whole else x
+
+
+class Parts(nn.Module):
+    """Many blocks; `skipped` says in which of them the optional half is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PartBlock() for _ in range(8))
+
+    def forward(self, x: torch.Tensor, skipped: set[int]) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, number not in skipped)
+        return x
+
+
+SKIPPED = [[set(), set()], [set(), {5}], [{2}, {6, 7}], [set(), set()], [{0, 7}, {1, 2, 3}]]
+
+
+def skip_parts(stage: int) -> list[torch.Tensor]:
+    """Ranks leave out parts of blocks deep in the model, differently in each step."""
+    torch.manual_seed(0)
+    model = Parts()
+    optimizer = OPTIMIZERS["momentum"](model)
+    onecopy.shard(model, optimizer, stage=stage)
+    for by_rank in SKIPPED:
+        skipped = by_rank[dist.get_rank()]
+        model(torch.ones(2, 8), skipped).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with onecopy.full_parameters(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_unused_on_one_rank_block_nobody(pool: Pool, stage: int) -> None:
+    """A rank without a gradient reduces in time: else two ranks would wait for one another."""
+    runs = pool.run(2, skip_parts, stage, timeout=30)
+    torch.manual_seed(0)
+    model = Parts()
+    optimizer = OPTIMIZERS["momentum"](model)
+    for by_rank in SKIPPED:
+        for skipped in by_rank:
+            (model(torch.ones(2, 8), skipped).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for value, ours in zip(model.parameters(), runs[0], strict=True):
+        torch.testing.assert_close(ours, value, rtol=1e-5, atol=1e-6)

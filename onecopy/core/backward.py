@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,19 @@ if TYPE_CHECKING:
     from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "Call"]
 
 MOST_FORWARDS_IN_KEY = 64
 
 _current_task = torch._C._current_graph_task_id
 _is_grad_enabled = torch.is_grad_enabled
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module in forward; lives as long as its part of the autograd graph."""
+
+    units: tuple[Unit, ...]
 
 
 class Backward:
@@ -53,19 +61,44 @@ class Backward:
         self._order: list[Gradients] = []
         self._next = 0
         self._in_flight: deque[Gradients] = deque()
+        # Units that need no more of this backward: complete, or left behind for good.
         self._done: set[Unit] = set()
+        self._passed: set[Unit] = set()
 
     # Moments ----------------------------------------------------------------------------------
 
-    def before_units(self, units: tuple[Unit, ...], _: Any = None) -> None:
-        """A gradient has reached an output of the units' module."""
+    def before_call(self, call: Call, _: Any = None) -> None:
+        """A gradient has reached an output of one call of a module."""
+        for unit in call.units:
+            unit.open_calls.discard(call)
+        self.before_units(call.units)
+
+    def before_units(self, units: tuple[Unit, ...]) -> None:
+        """The units' values are needed in backward."""
         self.enter()
-        if not self._engine.stage.releases:
+        engine = self._engine
+        if not engine.stage.releases:
             return
         for unit in units:
-            if unit not in self._done:
-                self._engine.release_passed(unit)
-                self._engine.demand(unit)
+            if unit in self._done:
+                continue
+            for passed in engine.release_passed(unit):
+                self._pass(passed)
+            engine.demand(unit)
+
+    def _pass(self, unit: Unit) -> None:
+        """Backward has left a unit behind. For good? Then it is reduced with what it has.
+
+        Were it to wait for gradients that never come on this rank, a rank that has them would
+        wait for this one, and this one for its slices.
+        """
+        schedule = self._engine.schedule
+        is_foreseen = not schedule.is_recording and unit not in schedule.upcoming()
+        if unit.gradients is not None and (is_foreseen or not unit.open_calls):
+            self._passed.add(unit)
+            if self.sync:
+                with torch.no_grad():
+                    self._launch_complete()
 
     def gradient_arrived(self, gradients: Gradients, index: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of one parameter."""
@@ -113,6 +146,7 @@ class Backward:
         engine.forwards.clear()
         self._next = 0
         self._done.clear()
+        self._passed.clear()
         for gradients in engine.gradients:
             gradients.is_fresh = False
         self._agree_on_order()
@@ -152,8 +186,11 @@ class Backward:
     def _launch_complete(self) -> None:
         """Launch what is complete and next in the order; the last one waits for the end."""
         order = self._order
-        while self._next < len(order) - 1 and order[self._next].is_complete:
-            self._launch(order[self._next])
+        while self._next < len(order) - 1:
+            gradients = order[self._next]
+            if not gradients.is_complete and gradients.unit not in self._passed:
+                return
+            self._launch(gradients)
             self._next += 1
 
     def _launch(self, gradients: Gradients, *, unit_flag: bool | None = None) -> None:

@@ -145,14 +145,20 @@ class Engine:
             self._live.pop(unit, None)
             unit.release(settled=settled)
 
-    def release_passed(self, unit: Unit) -> None:
-        """Backward has come to `unit`: release the others that it has left behind.
+    def release_passed(self, unit: Unit) -> list[Unit]:
+        """Backward has come to `unit`: release, and return, the others that it has left behind.
 
-        Units whose module contains the unit's, like the root, are still needed.
+        Units whose module contains the unit's, like the root, are still needed; units inside may
+        be (an output of the root can be an output of a block).
         """
-        for other in list(self._live):
-            if unit not in self._insides[other]:
-                self.release(other)
+        passed = [
+            other
+            for other in self._live
+            if unit not in self._insides[other] and other not in self._insides[unit]
+        ]
+        for other in passed:
+            self.release(other)
+        return passed
 
     def rest(self) -> None:
         """End of a segment: nothing stays gathered, prefetched units that nobody used neither."""

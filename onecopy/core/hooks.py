@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.core.backward import Call
 from onecopy.core.precision import DTYPES, cast_floating
 from onecopy.core.unit import UnitState
 from onecopy.errors import OneCopyError
@@ -137,7 +138,10 @@ class Hooks(NotCopied):
         would lose its own. Outputs that were inputs belong to another module's backward.
         """
         earlier = {node for tensor in _tensors(inputs) if (node := _node(tensor)) is not None}
-        hook = partial(self._backward.before_units, units)
+        call = Call(units)
+        for unit in units:
+            unit.open_calls.add(call)
+        hook = partial(self._backward.before_call, call)
         for tensor in _tensors(output):
             node = _node(tensor)
             if node is not None and node not in earlier:

@@ -22,6 +22,7 @@ Tensor roles (n = padded_numel of the layout, s = slice_numel, N slices, n = N s
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from onecopy.memory import buffers
 
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives, Pending
+    from onecopy.core.backward import Call
     from onecopy.core.precision import Dtypes
     from onecopy.core.stages import Stage
     from onecopy.events import Events
@@ -92,6 +94,8 @@ class Unit:
         guards = {kind: guard_class(kind, self._touch) for kind in set(self._classes)}
         self._guards = [guards[kind] for kind in self._classes]
         self._versions = [parameter._version for parameter in self.parameters]
+        # Calls in forward whose outputs no gradient has reached so far.
+        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._warned = False
         self._is_aliased = False
         self.gradients = Gradients(self, collectives, stage) if spec.trainable else None
