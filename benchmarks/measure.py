@@ -37,11 +37,15 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """One contender on one rank: seconds of each timed step, and the loss of every step."""
+    """One contender on one rank: seconds of each timed step, and the loss of every step.
+
+    cpu: seconds that all threads of the process together computed; waiting is not in it.
+    """
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
@@ -110,18 +114,19 @@ def _turn(contender: Contender, setting: Setting, plan: Plan, number: int, into:
             into.forward.append(seconds[0])
             into.backward.append(seconds[1])
             into.optimizer.append(seconds[2])
+            into.cpu.append(seconds[3])
     contender.settle()
     dist.barrier()
 
 
 def _step(
     contender: Contender, setting: Setting, number: int
-) -> tuple[tuple[float, float, float], float]:
-    """Seconds of forward, of backward, of the update with zero_grad; and the loss."""
+) -> tuple[tuple[float, float, float, float], float]:
+    """Seconds of forward, of backward, of the update with zero_grad, of CPU; and the loss."""
     shape = (setting.micro_batch, setting.context)
     tokens = batch(SIZES[setting.size], shape, number, dist.get_rank())
     dist.barrier()
-    start = time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     loss = contender.forward(tokens)
     forward = time.perf_counter()
     loss.backward()
@@ -129,7 +134,8 @@ def _step(
     contender.step()
     contender.zero_grad()
     end = time.perf_counter()
-    return (forward - start, backward - forward, end - backward), loss.item()
+    cpu = time.process_time() - cpu
+    return (forward - start, backward - forward, end - backward, cpu), loss.item()
 
 
 # Memory ---------------------------------------------------------------------------------------

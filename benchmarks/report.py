@@ -40,6 +40,7 @@ TIME_COLUMNS = (
     Column("optimizer", "optimizer", ".1f"),
     Column("total", "step ms", ".1f"),
     Column("spread", "IQR", ".1f"),
+    Column("cpu", "CPU ms", ".1f"),
     Column("per_ddp", "/ ddp", ".2f"),
     Column("per_fsdp2", "/ fsdp2", ".2f"),
     Column("added", "added", ".1f"),
@@ -85,7 +86,7 @@ def time_rows(results: Mapping[str, Sequence[Steps]]) -> list[Row]:
 def _time_row(name: str, ranks: Sequence[Steps]) -> Row:
     phases = {
         phase: [1e3 * max(step) for step in zip(*(getattr(r, phase) for r in ranks), strict=True)]
-        for phase in ("forward", "backward", "optimizer")
+        for phase in ("forward", "backward", "optimizer", "cpu")
     }
     of_ranks = [list(zip(r.forward, r.backward, r.optimizer, strict=True)) for r in ranks]
     totals = [1e3 * max(map(sum, step)) for step in zip(*of_ranks, strict=True)]

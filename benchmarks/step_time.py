@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         context=options.context,
     )
     names = tuple(name for name in CONTENDERS if name in options.contenders)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     record: dict[str, Any] = {"setting": asdict(setting), "machine": _machine()}
     console.print(f"{setting}\n{record['machine']}", highlight=False)
     run = _memory if options.memory else _time
