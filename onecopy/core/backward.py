@@ -71,6 +71,8 @@ class Backward:
         """A gradient has reached an output of one call of a module."""
         for unit in call.units:
             unit.open_calls.discard(call)
+            if _is_grad_enabled():
+                unit.keep_for_graph()
         self.before_units(call.units)
 
     def before_units(self, units: tuple[Unit, ...]) -> None:
@@ -84,6 +86,18 @@ class Backward:
                 continue
             for passed in engine.release_passed(unit):
                 self._pass(passed)
+            engine.demand(unit)
+
+    def before_recomputation(self, units: tuple[Unit, ...]) -> None:
+        """A module runs forward within backward: checkpointing."""
+        self.enter()
+        engine = self._engine
+        if not engine.stage.releases:
+            return
+        for unit in units:
+            # Needed again, also where an earlier segment over the same weights is complete.
+            self._done.discard(unit)
+            engine.release_passed(unit)
             engine.demand(unit)
 
     def _pass(self, unit: Unit) -> None:

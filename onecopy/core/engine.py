@@ -168,6 +168,7 @@ class Engine:
             if unit.state is UnitState.GATHERING:
                 unit.finish_gather()
             self.release(unit)
+            unit.tidy()
 
     def note_use(self, unit: Unit) -> None:
         """Remember the order in which units are first used: reduces go the other way."""

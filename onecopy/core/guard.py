@@ -12,8 +12,8 @@ tensors that were taken from the parameter while it was gathered (`p.detach()`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from torch import nn
 __all__ = ["guard_class"]
 
 Touch = Callable[[torch.Tensor], None]
+
+# These need the parameters as places in the graph, not their values.
+_BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes grad requires_grad is_leaf grad_fn names "
@@ -67,12 +70,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def guard_class(parameter_class: type[nn.Parameter], touch: Touch) -> type[nn.Parameter]:
+def guard_class(
+    parameter_class: type[nn.Parameter], touch: Touch, is_released: Callable[[], bool]
+) -> type[nn.Parameter]:
     """A guarded subclass of `parameter_class` for the parameters of one unit.
 
     Args:
         touch: called with each guarded parameter whose values are about to be used; it raises, or
             it sees to it that the values are there and the guard is off.
+        is_released: whether the unit's parameters should wear the guard.
     """
 
     class ReleasedParameter(parameter_class):  # type: ignore[valid-type,misc]
@@ -95,8 +101,13 @@ def guard_class(parameter_class: type[nn.Parameter], touch: Touch) -> type[nn.Pa
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
                 # The name of the type; with a type it is a conversion.
                 return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
-            for tensor in (*_tensors(args), *_tensors(kwargs)):
-                if type(tensor) is cls and tensor.numel():
+            guarded = [one for one in (*_tensors(args), *_tensors(kwargs)) if type(one) is cls]
+            if func in _BACKWARDS:
+                return _unguarded(
+                    guarded, parameter_class, cls, is_released, partial(func, *args, **kwargs)
+                )
+            for tensor in guarded:
+                if tensor.numel():
                     touch(tensor)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -104,6 +115,24 @@ def guard_class(parameter_class: type[nn.Parameter], touch: Touch) -> type[nn.Pa
     ReleasedParameter.__name__ = f"Released{parameter_class.__name__}"
     ReleasedParameter.__qualname__ = ReleasedParameter.__name__
     return ReleasedParameter
+
+
+def _unguarded(
+    guarded: Sequence[torch.Tensor],
+    plain: type,
+    guard: type,
+    is_released: Callable[[], bool],
+    call: Callable[[], Any],
+) -> Any:
+    """Run a backward that names parameters: the units' hooks gather what it needs."""
+    for tensor in guarded:
+        tensor.__class__ = plain
+    try:
+        return call()
+    finally:
+        if is_released():
+            for tensor in guarded:
+                tensor.__class__ = guard
 
 
 def _describe(parameter: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class Hooks(NotCopied):
         """Gather the module's units. In backward this is the forward of a recomputation."""
         engine = self._engine
         if _in_backward():
-            self._backward.before_units(units)
+            self._backward.before_recomputation(units)
             return None
         if not self._stack:
             self._begin(module)
@@ -97,7 +97,12 @@ class Hooks(NotCopied):
         self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Hook the outputs for backward and release. Called after an exception too."""
-        if _in_backward() or not self._stack or self._stack[-1] is not module:
+        if _in_backward():
+            if self._engine.stage.releases and torch.is_grad_enabled():
+                # Reentrant checkpointing runs a backward of its own through what it recomputes.
+                self._hook_outputs(units, (args, kwargs), output)
+            return
+        if not self._stack or self._stack[-1] is not module:
             return
         self._stack.pop()
         failed = output is None and sys.exc_info()[0] is not None
@@ -148,6 +153,21 @@ class Hooks(NotCopied):
                 node.register_prehook(hook)
 
 
+class _Packed(NamedTuple):
+    """A saved tensor.
+
+    kept: the tensor, or what the hooks around the model's forward made of it (checkpointing of the
+        whole model, offloading), which `unpack` turns into a tensor again.
+    version: to notice modifications in place; None where other hooks keep it.
+    unit: the unit whose memory it is a view of.
+    """
+
+    kept: Any
+    version: int | None
+    unit: Unit | None
+    unpack: Callable[[Any], torch.Tensor] | None
+
+
 class _SavedTensors:
     """Watches the tensors that autograd saves, and gathers on unpacking where no hook has.
 
@@ -161,6 +181,8 @@ class _SavedTensors:
         self._backward = backward
         self._is_needed = False
         self._context: Any = None
+        # Hooks that were there before, of which torch would only apply the innermost.
+        self._outer: Any = None
         self._units = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units}
 
     def begin(self, *, always: bool) -> None:
@@ -168,6 +190,7 @@ class _SavedTensors:
         schedule = self._engine.schedule
         is_known = schedule.knows(self._backward.segment_key()) and not schedule.is_recording
         if always or self._is_needed or not is_known:
+            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
             self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._context.__enter__()
 
@@ -177,20 +200,27 @@ class _SavedTensors:
             self._context.__exit__(None, None, None)
             self._context = None
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, Unit | None]:
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
         unit = None
         if tensor.layout is torch.strided:
             unit = self._units.get(tensor.untyped_storage()._cdata)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return _Packed(pack(tensor), None, unit, unpack)
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
-        return kept, tensor._version, unit
+        return _Packed(kept, tensor._version, unit, None)
 
-    def _unpack(self, packed: tuple[torch.Tensor, int, Unit | None]) -> torch.Tensor:
-        tensor, version, unit = packed
-        if unit is not None and unit.state is not UnitState.GATHERED:
-            self._is_needed = True
-            self._backward.enter()
-            self._engine.demand(unit)
-        if tensor._version != version:
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        kept, version, unit, unpack = packed
+        tensor: torch.Tensor = kept if unpack is None else unpack(kept)
+        if unit is not None:
+            if torch.is_grad_enabled():
+                unit.keep_for_graph()
+            if unit.state is not UnitState.GATHERED:
+                self._is_needed = True
+                self._backward.enter()
+                self._engine.demand(unit)
+        if version is not None and tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "

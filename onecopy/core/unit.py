@@ -91,7 +91,10 @@ class Unit:
         self._pending: Pending | None = None
         self._lay_flat()
         self._classes = [type(parameter) for parameter in self.parameters]
-        guards = {kind: guard_class(kind, self._touch) for kind in set(self._classes)}
+        guards = {
+            kind: guard_class(kind, self._touch, lambda: self.state is not UnitState.GATHERED)
+            for kind in set(self._classes)
+        }
         self._guards = [guards[kind] for kind in self._classes]
         self._versions = [parameter._version for parameter in self.parameters]
         # Calls in forward whose outputs no gradient has reached so far.
@@ -170,6 +173,16 @@ class Unit:
         self.keep_changes()
         self._events.emit("release", self.name)
         self._drop_values(keep_bytes=self._has_aliases(settled=settled))
+
+    def keep_for_graph(self) -> None:
+        """A backward that creates a graph uses this unit: the graph will hold its values."""
+        self._is_aliased = True
+
+    def tidy(self) -> None:
+        """Free bytes that were kept for aliases, or for a graph, which are gone now."""
+        if self._is_aliased and self.state is UnitState.SHARDED:
+            if not self._has_aliases(settled=False):
+                self._drop_values()
 
     def refresh(self) -> None:
         """After a step that changed the masters: begin to send the new values around."""
