@@ -21,7 +21,13 @@ from onecopy.config import Config
 from onecopy.core.backward import Backward
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks
-from onecopy.core.optimizer import Binding, check_optimizer, clip_gradients, refuse_unattached
+from onecopy.core.optimizer import (
+    Binding,
+    check_optimizer,
+    clip_gradients,
+    refuse_strangers,
+    refuse_unattached,
+)
 from onecopy.core.partition import find_units
 from onecopy.core.restore import restore_model
 from onecopy.core.stages import STAGES
@@ -226,6 +232,7 @@ def _check_arguments(models: Sequence[object], optimizers: Sequence[torch.optim.
                 f"the {type(optimizer).__name__} holds parameters of none of the given models: "
                 f"{hint} Make it from model.parameters() and pass both to shard"
             )
+        refuse_strangers(optimizer.param_groups, lambda one: id(one) in parameters)
 
 
 def _check_modules(models: Sequence[nn.Module]) -> None:

@@ -240,6 +240,7 @@ def nothing_changed() -> bool:
     with pytest.raises(ShardingError):
         parameters = [*model.parameters(), nn.Parameter(torch.ones(7))]
         onecopy.shard(model, torch.optim.SGD(parameters, lr=0.1))
+    assert onecopy.handle.find(model) is None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     onecopy.shard(model, optimizer)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)

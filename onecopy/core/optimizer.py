@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
-__all__ = ["Binding", "check_optimizer", "clip_gradients"]
+__all__ = [
+    "Binding",
+    "check_optimizer",
+    "clip_gradients",
+    "refuse_strangers",
+    "refuse_unattached",
+]
 
 # Update rules that look at a whole matrix, or at norms of whole parameters: on a slice they would
 # compute something else without a word.
@@ -61,6 +67,33 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _place(number: int, index: int, parameter: torch.Tensor) -> str:
+    return f"number {index} of group {number} (shape {tuple(parameter.shape)})"
+
+
+def refuse_strangers(
+    groups: Iterable[dict[str, Any]], is_known: Callable[[torch.Tensor], bool], first_group: int = 0
+) -> None:
+    """Check that param_groups hold parameters of the given models only.
+
+    Raises:
+        ShardingError: some belong to none; names their places in the optimizer.
+    """
+    strangers = [
+        _place(number, index, parameter)
+        for number, group in enumerate(groups, first_group)
+        for index, parameter in enumerate(group["params"])
+        if parameter.numel() and not is_known(parameter)
+    ]
+    if strangers:
+        raise ShardingError(
+            f"the optimizer holds {len(strangers)} parameters that belong to none of the given "
+            f"models, for example {strangers[0]}: their gradients would never be averaged over "
+            "the ranks. Make the optimizer from model.parameters() of the models you pass, or "
+            "pass all its models, shard([model_a, model_b], optimizer)"
+        )
+
+
 class Binding:
     """One optimizer on the owned slices of one or several models."""
 
@@ -76,9 +109,7 @@ class Binding:
         # For each group the user's parameters in their order, pieces or not.
         self.parameters: list[list[nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
-        self._check_parameters()
-        for group in optimizer.param_groups:
-            self._adopt_group(group)
+        self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -97,20 +128,19 @@ class Binding:
                 return (engine, *found)
         return None
 
-    def _check_parameters(self) -> None:
-        strangers = [
-            f"number {index} of group {number} (shape {tuple(parameter.shape)})"
-            for number, group in enumerate(self.optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-            if parameter.numel() and self._find(parameter) is None
-        ]
-        if strangers:
-            raise ShardingError(
-                f"the optimizer holds {len(strangers)} parameters that belong to none of the given "
-                f"models, for example {strangers[0]}: their gradients would never be averaged over "
-                "the ranks. Make the optimizer from model.parameters() of the models you pass, or "
-                "pass all its models, shard([model_a, model_b], optimizer)"
-            )
+    def _check_parameters(self, first_group: int) -> None:
+        """Refuse strangers, and parameters that are here already: torch only compares pieces."""
+        known = {id(one) for group in self.parameters for one in group}
+        new_groups = self.optimizer.param_groups[first_group:]
+        for number, group in enumerate(new_groups, first_group):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in known:
+                    raise ShardingError(
+                        f"parameter {_place(number, index, parameter)} is in another group of the "
+                        "optimizer already and would be stepped twice: leave it out of the group "
+                        "that add_param_group is given"
+                    )
+        refuse_strangers(new_groups, lambda one: self._find(one) is not None, first_group)
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
         """Put this rank's pieces in the place of a group's parameters, states included."""
@@ -140,7 +170,11 @@ class Binding:
 
     def adopt_new_groups(self) -> None:
         """Take over groups that add_param_group has brought since."""
-        for group in self.optimizer.param_groups[len(self.parameters) :]:
+        first = len(self.parameters)
+        if first == len(self.optimizer.param_groups):
+            return
+        self._check_parameters(first)
+        for group in self.optimizer.param_groups[first:]:
             self._adopt_group(group)
 
     # Step -------------------------------------------------------------------------------------
