@@ -1033,3 +1033,44 @@ def test_a_generator_and_its_critic(pool: Pool, world: int, stage: int) -> None:
     expected |= {f"critic.{name}": p for name, p in critic.named_parameters()}
     for run in runs:
         check_equal(run, {name: p.detach() for name, p in expected.items()})
+
+
+# Loss scaling ---------------------------------------------------------------------------------
+
+
+def step_scaled(stage: int, unscale: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """A GradScaler by hand; in the second step one owner's gradients overflow."""
+    model = _build(CASES["plain"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    onecopy.shard(model, optimizer, stage=stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for step in range(3):
+        loss = _loss(model(_moment(step, 0).x))
+        if step == 1:
+            loss = loss + model.get_submodule("head")(_moment(0, 0).x).sum() * float("inf")
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, full_values(model)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_grad_scaler_is_refused_on_all_ranks(pool: Pool, stage: int, unscale: bool) -> None:
+    """It decides by a rank's own part of the gradients, and ranks would part without a word."""
+    for error in pool.run(2, step_scaled, stage, unscale, expect_failures=True):
+        assert error.type_name == "ShardingError", str(error)
+        assert "GradScaler" in error.message and "bf16" in error.message
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 0)])
+def test_a_grad_scaler_works_where_gradients_are_whole(pool: Pool, world: int, stage: int) -> None:
+    """The step that overflows is skipped by all."""
+    for scales, values in pool.run(world, step_scaled, stage, True):
+        assert scales == [4.0, 2.0, 2.0]
+        assert all(value.isfinite().all() for value in values.values())

@@ -40,6 +40,10 @@ NEEDS_WHOLE_PARAMETERS = frozenset(
 )
 
 
+# What torch.amp.GradScaler asks an optimizer before it decides by itself whether to step.
+SCALES_ITSELF = "_step_supports_amp_scaling"
+
+
 def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """The same object, if it can work on pieces.
 
@@ -112,12 +116,19 @@ class Binding:
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._scales_itself: bool | None = None
+        if any(engine.collectives.groups.shard.size > 1 for engine, _ in engines):
+            # A scaler that believes this leaves the decision to step, and is noticed there.
+            self._scales_itself = getattr(optimizer, SCALES_ITSELF, False)
+            setattr(optimizer, SCALES_ITSELF, True)
 
     def remove(self) -> None:
         """Take the step hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._scales_itself is not None:
+            setattr(self.optimizer, SCALES_ITSELF, self._scales_itself)
 
     # Pieces -----------------------------------------------------------------------------------
 
@@ -183,6 +194,12 @@ class Binding:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Make the gradients ready; with a closure, after the closure's backward."""
+        if self._scales_itself is not None and hasattr(optimizer, "found_inf"):
+            raise ShardingError(
+                "a GradScaler cannot step this optimizer: each rank's scaler would see overflow "
+                "only in the gradients that the rank owns, so ranks would skip different steps. "
+                'Use precision="bf16", which needs no loss scaling, or stage 0'
+            )
         self.adopt_new_groups()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
