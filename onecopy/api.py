@@ -29,7 +29,7 @@ from onecopy.core.optimizer import (
     refuse_unattached,
 )
 from onecopy.core.partition import find_units
-from onecopy.core.restore import restore_model
+from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.errors import ShardingError
 from onecopy.events import Events
@@ -112,28 +112,39 @@ def shard(
     return model
 
 
-def unshard(model: nn.Module) -> nn.Module:
+def unshard(model: Models) -> Models:
     """Make a sharded model, and its optimizers, plain again, with full values on every rank.
 
     All ranks must call it together. Owned optimizer states are gathered too; gradients are
-    dropped.
+    dropped. Models that share an optimizer are made plain together: pass them as a list.
 
     Raises:
-        ShardingError: the model is not sharded.
+        ShardingError: a model is not sharded, or shares an optimizer with one that was not passed.
     """
-    owner: Handle = handle.of(model)
-    owner.backward.flush()
-    # Never let go of: the engine ends here, with everything gathered.
-    owner.engine.begin_hold()
-    restore_model(owner.engine, owner.bindings)
-    for binding in owner.bindings:
+    models: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+    owners: list[Handle] = [handle.of(one) for one in models]
+    bindings = list({id(one): one for owner in owners for one in owner.bindings}.values())
+    engines = [owner.engine for owner in owners]
+    for binding in bindings:
+        if any(engine not in engines for engine, _ in binding.engines):
+            raise ShardingError(
+                f"the {type(binding.optimizer).__name__} of this model has parameters of another "
+                "sharded model too: pass all its models, unshard([model_a, model_b])"
+            )
+    for owner in owners:
+        owner.backward.flush()
+        # Never let go of: the engine ends here, with everything gathered.
+        owner.engine.begin_hold()
+    restore_models(engines, bindings)
+    for binding in bindings:
         binding.remove()
-    owner.hooks.remove()
-    for remove in owner.removers:
-        remove()
-    for name in (*INSTANCE_METHODS, handle.ATTRIBUTE):
-        vars(model).pop(name, None)
-    owner.engine.collectives.agreement.close()
+    for one, owner in zip(models, owners, strict=True):
+        owner.hooks.remove()
+        for remove in owner.removers:
+            remove()
+        for name in (*INSTANCE_METHODS, handle.ATTRIBUTE):
+            vars(one).pop(name, None)
+        owner.engine.collectives.agreement.close()
     return model
 
 
@@ -265,7 +276,7 @@ def _shard_one(
     comm_groups.check_backend(world, device)
     check_equal(world, model, config, [spec.name for spec in specs])
     if device.type == "cpu":
-        buffers.return_freed_blocks()
+        buffers.reuse_freed_blocks()
     events = Events(config.sinks)
     number, key = number_of_model(world)
     collectives = Collectives(

@@ -438,6 +438,19 @@ class OneSegment(Net):
         return self.head(x)
 
 
+class OpaqueInSegment(OneSegment):
+    """A reentrant segment of blocks whose outputs are opaque."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OpaqueBlock() for _ in range(3))
+
+    def _segment(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).hidden
+        return x
+
+
 def _whole_step(reentrant: bool) -> Step:
     def step(model: nn.Module, now: Moment) -> None:
         x = now.x.clone().requires_grad_()
@@ -484,6 +497,7 @@ CASES: dict[str, Case] = {
     "one reentrant segment": Case(plain_step, OneSegment),
     "two segments": Case(plain_step, lambda: OneSegment(reentrant=False, repeats=2)),
     "two reentrant segments": Case(plain_step, lambda: OneSegment(repeats=2)),
+    "opaque reentrant segment": Case(plain_step, OpaqueInSegment),
     "whole model": Case(_whole_step(reentrant=False)),
     "whole model, reentrant": Case(_whole_step(reentrant=True)),
 }
@@ -804,6 +818,29 @@ def test_after_an_exception_all_is_as_before(
     for run, left in pool.run(world, fail_then_train, where, stage):
         assert left == []
         check_equal(run, expected)
+
+
+def freeze_for_a_while() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A block does not train in the second step; sharded and plain."""
+    results = []
+    for is_sharded in (True, False):
+        model = _build(CASES["plain"])
+        optimizer = _optimizer(model)
+        if is_sharded:
+            onecopy.shard(model, optimizer, stage=3)
+        for step in range(3):
+            model.get_submodule("blocks.0").requires_grad_(step != 1)
+            plain_step(model, _moment(step, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_values(model) if is_sharded else dict(model.named_parameters()))
+    return results[0], {name: p.detach() for name, p in results[1].items()}
+
+
+def test_freezing_in_mid_run(pool: Pool) -> None:
+    """Parameters may freeze after shard, and train again."""
+    for sharded, plain in pool.run(2, freeze_for_a_while, record_warnings=True):
+        check_equal(sharded, plain)
 
 
 # Optimizers -----------------------------------------------------------------------------------

@@ -299,6 +299,15 @@ def step_inside() -> None:
         optimizer.step()
 
 
+def unfrozen_later() -> None:
+    model = _blocks()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer)
+    model[0].requires_grad_(True)
+    _step(model, optimizer)
+
+
 def attached_twice() -> None:
     model = _blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,6 +331,7 @@ MISUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
     "clip": (clip_plain, ["Sequential is not sharded"]),
     "unshard": (unshard_plain, ["Sequential is not sharded"]),
     "step inside full_parameters": (step_inside, ["inside full_parameters", "outside"]),
+    "unfrozen later": (unfrozen_later, ["0.weight", "frozen at shard"]),
     "attached twice": (attached_twice, ["attached already"]),
     "deepcopy": (copied, ["cannot be copied", "before shard"]),
     "pickle": (pickled, ["cannot be pickled", "state_dict()"]),
@@ -422,6 +432,43 @@ def test_unshard_gives_back_plain_objects(pool: Pool, world: int, stage: int) ->
         assert is_plain
         for name, value in model.named_parameters():
             torch.testing.assert_close(values[name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def unshard_two(together: bool) -> tuple[bool, list[str]]:
+    """Two models with one optimizer, made from named parameters."""
+
+    def build() -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        pair: list[nn.Module] = [_blocks(), _blocks()]
+        named = [(f"{i}/{n}", p) for i, one in enumerate(pair) for n, p in one.named_parameters()]
+        return pair, torch.optim.Adam(named, lr=0.01)
+
+    def step(pair: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        sum(one(torch.ones(2, 6)).square().mean() for one in pair).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair, optimizer = build()
+    onecopy.shard(pair, optimizer, stage=3)
+    step(pair, optimizer)
+    onecopy.unshard(pair if together else pair[0])
+    step(pair, optimizer)
+    plain, reference = build()
+    for _ in range(2):
+        step(plain, reference)
+    left = [p for one in pair for p in one.parameters()]
+    right = [p for one in plain for p in one.parameters()]
+    is_equal = all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return is_equal, optimizer.param_groups[0]["param_names"]
+
+
+def test_models_with_one_optimizer_are_unsharded_together(pool: Pool) -> None:
+    """One alone would leave the other without an optimizer."""
+    names = [f"{i}/{j}.{name}" for i in (0, 1) for j in range(3) for name in ("weight", "bias")]
+    assert pool.run(2, unshard_two, True) == [(True, names)] * 2
+    for error in pool.run(2, unshard_two, False, expect_failures=True):
+        assert error.type_name == "ShardingError", str(error)
+        assert "unshard([model_a, model_b])" in error.message
 
 
 def unshard_low_precision() -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from onecopy.core.schedule import Schedule
@@ -18,8 +19,6 @@ from onecopy.core.unit import Unit, UnitSpec, UnitState
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
-    import torch
-
     from onecopy.comm.collectives import Collectives
     from onecopy.config import Config
     from onecopy.events import Events
@@ -90,10 +89,11 @@ class Engine:
         return self._held > 0
 
     def check_parameters(self) -> None:
-        """Refuse to go on where a module holds another parameter than at shard.
+        """Refuse to go on where parameters are not what they were at shard.
 
         Raises:
-            ShardingError: one was replaced; its new values would be neither trained nor saved.
+            ShardingError: one was replaced, so that its new values would be neither trained nor
+                saved; or it was frozen and is not any more.
         """
         for held, key, name, parameter in self._holders:
             if held.get(key, parameter) is not parameter:
@@ -103,6 +103,15 @@ class Engine:
                     "trained nor saved: change the values of the old one inside "
                     "onecopy.full_parameters(model), or replace it before shard"
                 )
+
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                if unit.gradients is None and any(one.requires_grad for one in unit.parameters):
+                    raise ShardingError(
+                        f"parameters of unit {unit.name} ({unit.names[0]} for one) were frozen at "
+                        "shard and require gradients now: nothing averages or applies them. Call "
+                        "requires_grad_(True) before shard; freezing later, and undoing that, works"
+                    )
 
     # Verbs ------------------------------------------------------------------------------------
 

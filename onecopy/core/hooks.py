@@ -40,6 +40,7 @@ class Hooks(NotCopied):
         self._engine = engine
         self._backward = backward
         self._stack: list[nn.Module] = []
+        self._recomputed: nn.Module | None = None
         self._saved = _SavedTensors(engine, backward)
         self._handles: list[RemovableHandle] = []
         precision = engine.config.precision
@@ -82,6 +83,10 @@ class Hooks(NotCopied):
         engine = self._engine
         if _in_backward():
             self._backward.before_recomputation(units)
+            if self._engine.stage.releases and torch.is_grad_enabled() and _outer_hooks() is None:
+                # Reentrant checkpointing; the other kind has hooks of its own.
+                self._recomputed = module
+                self._saved.begin(always=True)
             return None
         if not self._stack:
             self._begin(module)
@@ -98,6 +103,9 @@ class Hooks(NotCopied):
     ) -> None:
         """Hook the outputs for backward and release. Called after an exception too."""
         if _in_backward():
+            if self._recomputed is module:
+                self._recomputed = None
+                self._saved.end()
             if self._engine.stage.releases and torch.is_grad_enabled():
                 # Reentrant checkpointing runs a backward of its own through what it recomputes.
                 self._hook_outputs(units, (args, kwargs), output)
@@ -190,7 +198,7 @@ class _SavedTensors:
         schedule = self._engine.schedule
         is_known = schedule.knows(self._backward.segment_key()) and not schedule.is_recording
         if always or self._is_needed or not is_known:
-            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            self._outer = _outer_hooks()
             self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._context.__enter__()
 
@@ -227,6 +235,11 @@ class _SavedTensors:
                 f"{tensor._version}; expected version {version}"
             )
         return tensor
+
+
+def _outer_hooks() -> Any | None:
+    """The hooks on saved tensors that are in force here."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _in_backward() -> bool:

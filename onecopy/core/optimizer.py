@@ -112,6 +112,8 @@ class Binding:
         self._places: dict[int, tuple[Unit, int]] = {}
         # For each group the user's parameters in their order, pieces or not.
         self.parameters: list[list[nn.Parameter]] = []
+        # By group, where the optimizer was made from named parameters.
+        self.names: dict[int, list[str]] = {}
         self._handles: list[RemovableHandle] = []
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -177,6 +179,7 @@ class Binding:
         self.parameters.append(list(parameters))
         group["params"] = pieces
         if names is not None:
+            self.names[id(group)] = names
             group["param_names"] = kept_names
 
     def adopt_new_groups(self) -> None:

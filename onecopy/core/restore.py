@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from onecopy.core.optimizer import Binding
     from onecopy.core.unit import Unit
 
-__all__ = ["restore_model"]
+__all__ = ["restore_models"]
 
 
-def restore_model(engine: Engine, bindings: Iterable[Binding]) -> None:
-    """Give a gathered model memory of its own, and its optimizers the parameters back."""
-    states = {id(binding): _gather_states(engine, binding) for binding in bindings}
+def restore_models(engines: Iterable[Engine], bindings: Iterable[Binding]) -> None:
+    """Give gathered models memory of their own, and their optimizers the parameters back."""
+    engines, bindings = list(engines), list(bindings)
+    states: dict[int, dict[int, dict[str, Any]]] = {}
+    for binding in bindings:
+        binding.adopt_new_groups()
+        whole = states[id(binding)] = {}
+        for engine in engines:
+            whole.update(_gather_states(engine, binding))
     with torch.no_grad():
-        for unit in engine.units:
+        for unit in (unit for engine in engines for unit in engine.units):
             unit.detach_parameters()
     for binding in bindings:
         whole = states[id(binding)]
@@ -32,6 +38,8 @@ def restore_model(engine: Engine, bindings: Iterable[Binding]) -> None:
             for piece in group["params"]:
                 optimizer.state.pop(piece, None)
             group["params"] = parameters
+            if "param_names" in group:
+                group["param_names"] = binding.names[id(group)]
             for parameter in parameters:
                 if id(parameter) in whole:
                     optimizer.state[parameter] = whole[id(parameter)]
