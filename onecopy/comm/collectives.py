@@ -196,49 +196,41 @@ class _MessageHop:
     """Messages from rank to rank (Gloo)."""
 
     def gather(self, flat: torch.Tensor, group: Group, tag: int) -> Wait:
-        slices = flat.view(group.size, -1)
-        works = [
-            dist.irecv(slices[peer], group.ranks[peer], group.process_group, tag)
-            for peer in _peers(group)
-        ]
-        own = slices[group.rank]
-        works += [
-            dist.isend(own, group.ranks[peer], group.process_group, tag) for peer in _peers(group)
-        ]
+        process_group, peers = _process_group(group), _peers(group)
+        slices = flat.chunk(group.size)
+        works = [process_group.recv([slices[peer]], peer, tag) for peer in peers]
+        own = [slices[group.rank]]
+        works += [process_group.send(own, peer, tag) for peer in peers]
 
         def wait() -> torch.Tensor:
             for work in works:
-                _wait_for(work)
+                work.wait()
             return flat
 
         return wait
 
     def reduce(self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int) -> Wait:
-        slices = buffer.view(group.size, -1)
+        process_group, peers = _process_group(group), _peers(group)
+        slices = buffer.chunk(group.size)
         parts = [slices[group.rank] for _ in group.ranks]
-        works = []
-        for peer in _peers(group):
+        for peer in peers:
             parts[peer] = torch.empty_like(slices[peer])
-            works.append(dist.irecv(parts[peer], group.ranks[peer], group.process_group, tag))
-        works += [
-            dist.isend(slices[peer], group.ranks[peer], group.process_group, tag)
-            for peer in _peers(group)
-        ]
+        works = [process_group.recv([parts[peer]], peer, tag) for peer in peers]
+        works += [process_group.send([slices[peer]], peer, tag) for peer in peers]
 
         def wait() -> torch.Tensor:
             for work in works:
-                _wait_for(work)
+                work.wait()
             return _sum_in_order(parts, group.rank, dtype)
 
         return wait
 
     def interrupt(self, group: Group, tag: int) -> None:
         """Close the connections: a receive that times out fails every transfer of the group."""
-        peer = group.ranks[group.rank - 1]
         never = torch.empty(1)
         try:
-            work = dist.irecv(never, peer, group.process_group, tag)
-            _wait_for(work, datetime.timedelta(milliseconds=1))
+            work = _process_group(group).recv([never], _peers(group)[0], tag)
+            work.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError:
             # The expected end: the time-out is the purpose.
             return
@@ -285,13 +277,15 @@ class _NativeHop:
             group.process_group.abort()
 
 
-def _wait_for(work: dist.Work | None, timeout: datetime.timedelta | None = None) -> None:
+def _wait_for(work: dist.Work | None) -> None:
     """torch returns no work on ranks outside the group, which cannot be here."""
     assert work is not None, "this rank is in the group"
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
+    work.wait()
+
+
+def _process_group(group: Group) -> dist.ProcessGroup:
+    assert group.process_group is not None, "a rank that is alone sends nothing"
+    return group.process_group
 
 
 def _peers(group: Group) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,17 +29,16 @@ class Group:
     """Some ranks that communicate.
 
     process_group: torch's group, or None where this rank is alone.
-    ranks: the global ranks, in order. rank: this rank's place among them.
+    ranks: the global ranks, in order. rank: this rank's place among them. size: how many.
     """
 
     process_group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ A unit's flat buffer is one tensor whose parameters are views. Releasing it resi
 to nothing and gathering grows it again: views, and whatever autograd saved of them, follow. (To
 re-point the parameters instead would leave saved views on the old memory, alive and stale.)
 
-On Linux two things are done so that released memory really goes back and comes again cheaply:
-glibc is told to return freed blocks of a mebibyte and more (otherwise its threshold adapts, and a
-process that releases its units looks as large as one that does not), and large buffers ask for
-huge pages, which makes their page faults several times cheaper.
+On Linux two things are done so that memory comes and goes cheaply. glibc is told to serve blocks
+below 32 MiB from a heap that it keeps, so that units, gradients and activations take turns in the
+same pages: returning each block to the system costs a fault for every page that is taken again.
+Larger buffers come from the system and go back to it; they ask for huge pages, which makes their
+faults several times cheaper. What this costs and saves was measured: docs/design.md.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["free", "grow", "is_freed", "num_owners", "return_freed_blocks"]
+__all__ = ["free", "grow", "is_freed", "num_owners", "reuse_freed_blocks"]
 
-MMAP_THRESHOLD_BYTES = 1 << 20
+# glibc takes no larger threshold. The heap is trimmed when this much lies free at its end.
+MMAP_THRESHOLD_BYTES = 32 << 20
+TRIM_THRESHOLD_BYTES = 256 << 20
 HUGE_PAGE_BYTES = 2 << 20
-M_MMAP_THRESHOLD, MADV_HUGEPAGE = -3, 14
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MADV_HUGEPAGE = -1, -3, 14
 
 
 @cache
@@ -38,11 +41,12 @@ def _libc() -> Any | None:
     return library
 
 
-def return_freed_blocks() -> None:
-    """From now on, freed blocks of a mebibyte and more go back to the system at once (glibc)."""
+def reuse_freed_blocks() -> None:
+    """From now on, freed blocks below 32 MiB are kept for the next ones (glibc; whole process)."""
     library = _libc()
     if library is not None:
         library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -55,7 +59,7 @@ def grow(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     num_bytes = tensor.numel() * tensor.itemsize
     storage.resize_(num_bytes)
-    if num_bytes >= 2 * HUGE_PAGE_BYTES and tensor.device.type == "cpu":
+    if num_bytes >= MMAP_THRESHOLD_BYTES and tensor.device.type == "cpu":
         library, address = _libc(), storage.data_ptr()
         if library is not None:
             start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
