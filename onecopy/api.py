@@ -366,12 +366,9 @@ def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
     """state_dict() gives full tensors of their own, load_state_dict() reaches the masters."""
     engine = owner.engine
 
-    def before(*_: Any) -> None:
-        engine.begin_hold()
-
     def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         _clone_views(state, {unit.flat.untyped_storage()._cdata for unit in engine.units})
-        engine.end_hold()
+        engine.end_hook_hold()
 
     def before_loading(module: nn.Module, state: Any, prefix: str, info: Any, *_: Any) -> None:
         if info.get("assign_to_params_buffers"):
@@ -379,16 +376,13 @@ def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
                 "load_state_dict(assign=True) would replace the parameters of a sharded model by "
                 "others that are neither trained nor saved: load with assign=False"
             )
-        engine.begin_hold()
-
-    def after_loading(*_: Any) -> None:
-        engine.end_hold()
+        engine.begin_hook_hold()
 
     owner.removers += [
-        model.register_state_dict_pre_hook(before).remove,
+        model.register_state_dict_pre_hook(engine.begin_hook_hold).remove,
         model.register_state_dict_post_hook(after_saving).remove,
         model.register_load_state_dict_pre_hook(before_loading).remove,
-        model.register_load_state_dict_post_hook(after_loading).remove,
+        model.register_load_state_dict_post_hook(engine.end_hook_hold).remove,
     ]
 
 

@@ -87,6 +87,25 @@ def full_on_one_rank() -> None:
         _step(model, optimizer, "left")
 
 
+class NotInGraph(nn.Module):
+    """A block whose parameters reach the loss on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.w) if dist.get_rank() == 0 else x + 1
+
+
+def other_backward() -> None:
+    """The same forward, but backward needs the blocks on rank 0 only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(NotInGraph(), NotInGraph()), nn.Linear(8, 8))
+    onecopy.shard(model, OPTIMIZERS["sgd"](model), stage=3)
+    model(torch.ones(2, 8)).sum().backward()
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("function", "arguments", "names"),
@@ -96,8 +115,16 @@ def full_on_one_rank() -> None:
         (one_more_forward, (), ["rank 0", "left.1"]),
         (one_more_step, (), ["rank 0", "has ended"]),
         (full_on_one_rank, (), ["rank 0", "right.0", "left"]),
+        (other_backward, (), ["rank 0", "unit 0.1", "the end of backward"]),
     ],
-    ids=["branch at once", "branch later", "extra forward", "extra batch", "one rank looks"],
+    ids=[
+        "branch at once",
+        "branch later",
+        "extra forward",
+        "extra batch",
+        "one rank looks",
+        "other backward",
+    ],
 )
 def test_divergence_is_named(
     pool: Pool, world: int, function: Any, arguments: tuple[Any, ...], names: list[str]

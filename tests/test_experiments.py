@@ -439,10 +439,10 @@ class OneSegment(Net):
 
 
 class OpaqueInSegment(OneSegment):
-    """A reentrant segment of blocks whose outputs are opaque."""
+    """A segment of blocks whose outputs are opaque."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, reentrant: bool = True) -> None:
+        super().__init__(reentrant=reentrant)
         self.blocks = nn.ModuleList(OpaqueBlock() for _ in range(3))
 
     def _segment(self, x: Tensor) -> Tensor:
@@ -498,6 +498,7 @@ CASES: dict[str, Case] = {
     "two segments": Case(plain_step, lambda: OneSegment(reentrant=False, repeats=2)),
     "two reentrant segments": Case(plain_step, lambda: OneSegment(repeats=2)),
     "opaque reentrant segment": Case(plain_step, OpaqueInSegment),
+    "opaque segment": Case(plain_step, lambda: OpaqueInSegment(reentrant=False)),
     "whole model": Case(_whole_step(reentrant=False)),
     "whole model, reentrant": Case(_whole_step(reentrant=True)),
 }

@@ -82,16 +82,17 @@ class Collectives:
         self._first_tag = (model_number % (1 << 14)) * TAGS_PER_MODEL
         self._hop: _Hop = _NativeHop() if native else _MessageHop()
 
-    def gather(self, flat: torch.Tensor, unit: int) -> Pending:
-        """Collect the slices of all ranks of the shard group into `flat`, in place.
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, unit: int) -> Pending:
+        """Collect the slices of all ranks of the shard group into `flat`.
 
         Args:
-            flat: (num_slices * slice_numel,) this rank's own slice already holds its values.
+            flat: (num_slices * slice_numel,) complete after `finish`, the own slice at once.
+            own: (slice_numel,) this rank's values, in the dtype of flat; may be its own slice.
             unit: number of the unit, the same on all ranks.
         """
         group = self.groups.shard
         num_bytes = flat.nbytes // group.size * (group.size - 1)
-        return Pending(self._gather(flat, group, unit), num_bytes)
+        return Pending(self._gather(flat, own, group, unit), num_bytes)
 
     def reduce(self, buffer: torch.Tensor, master_dtype: torch.dtype, unit: int) -> Pending:
         """Sum `buffer` over all ranks; the owner's slice of the mean is the result.
@@ -124,9 +125,14 @@ class Collectives:
 
     # Hops -------------------------------------------------------------------------------------
 
-    def _gather(self, flat: torch.Tensor, group: Group, unit: int) -> Steps:
+    def _gather(self, flat: torch.Tensor, own: torch.Tensor, group: Group, unit: int) -> Steps:
+        place = flat.view(group.size, -1)[group.rank]
         if group.size > 1:
-            wait = self._hop.gather(flat, group, self._first_tag + 2 * unit + GATHER)
+            wait = self._hop.gather(flat, own, group, self._first_tag + 2 * unit + GATHER)
+        if place.data_ptr() != own.data_ptr():
+            # While the messages are on their way.
+            place.copy_(own)
+        if group.size > 1:
             yield
             self._blocking(wait, group)
         return flat
@@ -145,8 +151,8 @@ class Collectives:
             total = total.to(buffer.dtype)
             wait = self._hop.reduce(total, replica, master_dtype, tag)
             yield
-            total.view(replica.size, -1)[replica.rank].copy_(self._blocking(wait, replica))
-            yield from self._gather(total, replica, unit)
+            own = self._blocking(wait, replica).to(total.dtype)
+            yield from self._gather(total, own, replica, unit)
         return self._mean(total, master_dtype, buffer)
 
     def _mean(
@@ -185,7 +191,7 @@ class Collectives:
 class _Hop(Protocol):
     """One exchange inside one group."""
 
-    def gather(self, flat: torch.Tensor, group: Group, tag: int) -> Wait: ...
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, group: Group, tag: int) -> Wait: ...
 
     def reduce(self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int) -> Wait: ...
 
@@ -195,12 +201,11 @@ class _Hop(Protocol):
 class _MessageHop:
     """Messages from rank to rank (Gloo)."""
 
-    def gather(self, flat: torch.Tensor, group: Group, tag: int) -> Wait:
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, group: Group, tag: int) -> Wait:
         process_group, peers = _process_group(group), _peers(group)
         slices = flat.chunk(group.size)
         works = [process_group.recv([slices[peer]], peer, tag) for peer in peers]
-        own = [slices[group.rank]]
-        works += [process_group.send(own, peer, tag) for peer in peers]
+        works += [process_group.send([own], peer, tag) for peer in peers]
 
         def wait() -> torch.Tensor:
             for work in works:
@@ -239,8 +244,7 @@ class _MessageHop:
 class _NativeHop:
     """The backend's own collectives (NCCL)."""
 
-    def gather(self, flat: torch.Tensor, group: Group, tag: int) -> Wait:
-        own = flat.view(group.size, -1)[group.rank]
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, group: Group, tag: int) -> Wait:
         work = dist.all_gather_single(flat, own, group=group.process_group, async_op=True)
 
         def wait() -> torch.Tensor:

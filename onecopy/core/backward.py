@@ -186,6 +186,9 @@ class Backward:
                 self._end()
 
     def _end(self) -> None:
+        if self._engine.stage.releases:
+            # A rank that has come here wants no more units: one that does must hear of it.
+            self._engine.collectives.agreement.scheduled("the end of backward")
         if self.sync:
             self._reduce_rest()
         else:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from onecopy.core.backward import Call
 from onecopy.core.precision import DTYPES, cast_floating
-from onecopy.core.unit import UnitState
+from onecopy.core.saved_tensors import SavedTensors
 from onecopy.errors import OneCopyError
 from onecopy.handle import NotCopied
 
@@ -40,8 +40,7 @@ class Hooks(NotCopied):
         self._engine = engine
         self._backward = backward
         self._stack: list[nn.Module] = []
-        self._recomputed: nn.Module | None = None
-        self._saved = _SavedTensors(engine, backward)
+        self.saved = SavedTensors(engine, backward)
         self._handles: list[RemovableHandle] = []
         precision = engine.config.precision
         self._cast_dtype: torch.dtype | None = None
@@ -83,14 +82,14 @@ class Hooks(NotCopied):
         engine = self._engine
         if _in_backward():
             self._backward.before_recomputation(units)
-            if self._engine.stage.releases and torch.is_grad_enabled() and _outer_hooks() is None:
-                # Reentrant checkpointing; the other kind has hooks of its own.
-                self._recomputed = module
-                self._saved.begin(always=True)
+            if engine.stage.releases and torch.is_grad_enabled():
+                self.saved.enter_recomputation(module)
             return None
         if not self._stack:
             self._begin(module)
         self._stack.append(module)
+        if engine.stage.releases and torch.is_grad_enabled():
+            self.saved.enter(module)
         for unit in units:
             engine.note_use(unit)
             engine.demand(unit)
@@ -103,9 +102,7 @@ class Hooks(NotCopied):
     ) -> None:
         """Hook the outputs for backward and release. Called after an exception too."""
         if _in_backward():
-            if self._recomputed is module:
-                self._recomputed = None
-                self._saved.end()
+            self.saved.leave(module)
             if self._engine.stage.releases and torch.is_grad_enabled():
                 # Reentrant checkpointing runs a backward of its own through what it recomputes.
                 self._hook_outputs(units, (args, kwargs), output)
@@ -113,6 +110,7 @@ class Hooks(NotCopied):
         if not self._stack or self._stack[-1] is not module:
             return
         self._stack.pop()
+        self.saved.leave(module)
         failed = output is None and sys.exc_info()[0] is not None
         engine = self._engine
         with_graph = torch.is_grad_enabled()
@@ -126,16 +124,15 @@ class Hooks(NotCopied):
     def _begin(self, module: nn.Module) -> None:
         engine = self._engine
         self._backward.recover()
+        engine.end_forgotten_hold()
         key: Hashable = (type(module).__name__, id(module), torch.is_grad_enabled())
         if torch.is_grad_enabled():
             engine.forwards.append(key)
         engine.events.phase = "forward"
         engine.schedule.begin(key)
-        if engine.stage.releases and torch.is_grad_enabled():
-            self._saved.begin(always=engine.config.saved_tensors == "always")
+        self.saved.begin()
 
     def _end(self, *, failed: bool) -> None:
-        self._saved.end()
         # After a lost connection rest fails too; the first error is the one to see.
         with suppress(OneCopyError) if failed else nullcontext():
             self._engine.rest()
@@ -159,87 +156,6 @@ class Hooks(NotCopied):
             node = _node(tensor)
             if node is not None and node not in earlier:
                 node.register_prehook(hook)
-
-
-class _Packed(NamedTuple):
-    """A saved tensor.
-
-    kept: the tensor, or what the hooks around the model's forward made of it (checkpointing of the
-        whole model, offloading), which `unpack` turns into a tensor again.
-    version: to notice modifications in place; None where other hooks keep it.
-    unit: the unit whose memory it is a view of.
-    """
-
-    kept: Any
-    version: int | None
-    unit: Unit | None
-    unpack: Callable[[Any], torch.Tensor] | None
-
-
-class _SavedTensors:
-    """Watches the tensors that autograd saves, and gathers on unpacking where no hook has.
-
-    Output hooks cannot see outputs inside opaque objects, or losses on weights. This net sees
-    every use of a parameter's memory in backward. It is on while the order of use is being
-    recorded, and stays on once it was needed.
-    """
-
-    def __init__(self, engine: Engine, backward: Backward) -> None:
-        self._engine = engine
-        self._backward = backward
-        self._is_needed = False
-        self._context: Any = None
-        # Hooks that were there before, of which torch would only apply the innermost.
-        self._outer: Any = None
-        self._units = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units}
-
-    def begin(self, *, always: bool) -> None:
-        """Start to watch, if this forward or the backward that may follow is not yet known."""
-        schedule = self._engine.schedule
-        is_known = schedule.knows(self._backward.segment_key()) and not schedule.is_recording
-        if always or self._is_needed or not is_known:
-            self._outer = _outer_hooks()
-            self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._context.__enter__()
-
-    def end(self) -> None:
-        """Stop to watch."""
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
-
-    def _pack(self, tensor: torch.Tensor) -> _Packed:
-        unit = None
-        if tensor.layout is torch.strided:
-            unit = self._units.get(tensor.untyped_storage()._cdata)
-        if self._outer is not None:
-            pack, unpack = self._outer
-            return _Packed(pack(tensor), None, unit, unpack)
-        kept = tensor.detach() if tensor.grad_fn is not None else tensor
-        return _Packed(kept, tensor._version, unit, None)
-
-    def _unpack(self, packed: _Packed) -> torch.Tensor:
-        kept, version, unit, unpack = packed
-        tensor: torch.Tensor = kept if unpack is None else unpack(kept)
-        if unit is not None:
-            if torch.is_grad_enabled():
-                unit.keep_for_graph()
-            if unit.state is not UnitState.GATHERED:
-                self._is_needed = True
-                self._backward.enter()
-                self._engine.demand(unit)
-        if version is not None and tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
-                f"{tensor._version}; expected version {version}"
-            )
-        return tensor
-
-
-def _outer_hooks() -> Any | None:
-    """The hooks on saved tensors that are in force here."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _in_backward() -> bool:

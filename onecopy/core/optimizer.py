@@ -221,6 +221,7 @@ class Binding:
     def _make_ready(self) -> None:
         limits = set()
         for engine, backward in self.engines:
+            engine.end_forgotten_hold()
             if engine.is_held:
                 raise ShardingError(
                     "optimizer.step() inside full_parameters: the step would change masters whose "

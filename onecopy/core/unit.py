@@ -227,8 +227,7 @@ class Unit:
         if self.dtypes.master != self.dtypes.compute:
             # Every rank's masters: the gathered values are rounded to the compute dtype.
             whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
-            whole.view(self.layout.num_slices, -1)[self.shard_rank].copy_(self.master)
-            self._collectives.gather(whole, self.number).finish()
+            self._collectives.gather(whole, self.master, self.number).finish()
         for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
             parameter.data = view_of(whole, start, parameter).clone()
 
@@ -243,9 +242,10 @@ class Unit:
             )
 
     def _send_own(self, kind: str) -> None:
-        if self.master is not self.own:
-            self.own.copy_(self.master)
-        self._pending = self._collectives.gather(self.flat, self.number)
+        source = self.master
+        if source.dtype != self.flat.dtype:
+            source = self.own.copy_(self.master)
+        self._pending = self._collectives.gather(self.flat, source, self.number)
         self.state = UnitState.GATHERING
         self._events.emit(
             "refresh" if kind == "refresh" else "gather",
