@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setting, build
 from benchmarks.model import SIZES, batch
-from onecopy.memory.buffers import return_freed_blocks
+from onecopy.memory.buffers import reuse_freed_blocks
 from tests.live_tensors import LiveTensors
 
 __all__ = ["Memory", "Plan", "Steps", "measure_memory", "take_turns", "take_turns_alone"]
@@ -71,7 +71,7 @@ def take_turns(names: tuple[str, ...], setting: Setting, plan: Plan) -> dict[str
     dist.init_process_group("gloo")
     if any(name.startswith("onecopy") for name in names):
         # shard() asks glibc for this; asked for here, all contenders have it from the start.
-        return_freed_blocks()
+        reuse_freed_blocks()
     contenders = [build(name, setting) for name in names]
     results = {name: Steps() for name in names}
     for number in range(plan.warm_rounds + plan.rounds):
@@ -151,7 +151,7 @@ def measure_memory(name: str, setting: Setting, track: bool, same_allocator: boo
     dist.init_process_group("gloo")
     dist.barrier()
     if same_allocator:
-        return_freed_blocks()
+        reuse_freed_blocks()
     base = _resident("VmRSS")
     if track:
         with LiveTensors() as live:

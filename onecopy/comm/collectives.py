@@ -17,7 +17,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Generator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ Wait = Callable[[], torch.Tensor]
 # Tags: each model has a range of its own in the process group, each unit two tags in it.
 TAGS_PER_MODEL = 1 << 16
 GATHER, REDUCE = 0, 1
+
+# Elements that are summed and scaled at a time: two fp32 blocks fit the cache of a core.
+BLOCK_NUMEL = 1 << 16
 
 
 class Pending:
@@ -140,31 +143,26 @@ class Collectives:
     def _reduce(self, buffer: torch.Tensor, master_dtype: torch.dtype, unit: int) -> Steps:
         shard, replica = self.groups.shard, self.groups.replica
         tag = self._first_tag + 2 * unit + REDUCE
-        total = buffer
-        if shard.size > 1:
-            wait = self._hop.reduce(buffer, shard, master_dtype, tag)
-            yield
-            total = self._blocking(wait, shard)
-        if replica.size > 1:
-            # All-reduce as reduce, then gather of the sums: the order of summation is defined,
-            # and every replica holds the same bits, those that travelled.
-            total = total.to(buffer.dtype)
-            wait = self._hop.reduce(total, replica, master_dtype, tag)
-            yield
-            own = self._blocking(wait, replica).to(total.dtype)
-            yield from self._gather(total, own, replica, unit)
-        return self._mean(total, master_dtype, buffer)
-
-    def _mean(
-        self, total: torch.Tensor, master_dtype: torch.dtype, buffer: torch.Tensor
-    ) -> torch.Tensor:
-        """The sum times 1/N in the master dtype, never in the storage of the local buffer."""
+        # The sum of all ranks is multiplied by 1/N once, by its owner, in the last hop that sums.
         scale = 1.0 / self.groups.world.size
-        if total.dtype == master_dtype and total.data_ptr() != buffer.data_ptr():
-            return total.mul_(scale)
-        if total.dtype == master_dtype:
-            return total * scale
-        return total.to(master_dtype).mul_(scale)
+        part = buffer
+        if shard.size > 1:
+            wait = self._hop.reduce(
+                part, shard, Mean(master_dtype, scale if replica.size == 1 else 1.0), tag
+            )
+            yield
+            part = self._blocking(wait, shard)
+        if replica.size > 1:
+            # All-reduce as reduce, then gather of the means: the order of summation is defined,
+            # and every replica holds the same bits, those that travelled.
+            wire = part.to(buffer.dtype)
+            wait = self._hop.reduce(wire, replica, Mean(master_dtype, scale), tag)
+            yield
+            own = self._blocking(wait, replica).to(wire.dtype)
+            part = torch.empty_like(wire)
+            yield from self._gather(part, own, replica, unit)
+        # Never in the storage of the local buffer.
+        return part.to(master_dtype, copy=part is buffer)
 
     def _blocking(self, wait: Wait, group: Group) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
@@ -188,12 +186,19 @@ class Collectives:
         self._hop.interrupt(self.groups.world, self._first_tag + TAGS_PER_MODEL - 1)
 
 
+class Mean(NamedTuple):
+    """What a reduce makes of the ranks' parts: their sum in `dtype`, times `scale`."""
+
+    dtype: torch.dtype
+    scale: float
+
+
 class _Hop(Protocol):
     """One exchange inside one group."""
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, group: Group, tag: int) -> Wait: ...
 
-    def reduce(self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int) -> Wait: ...
+    def reduce(self, buffer: torch.Tensor, group: Group, mean: Mean, tag: int) -> Wait: ...
 
     def interrupt(self, group: Group, tag: int) -> None: ...
 
@@ -214,7 +219,7 @@ class _MessageHop:
 
         return wait
 
-    def reduce(self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int) -> Wait:
+    def reduce(self, buffer: torch.Tensor, group: Group, mean: Mean, tag: int) -> Wait:
         process_group, peers = _process_group(group), _peers(group)
         slices = buffer.chunk(group.size)
         parts = [slices[group.rank] for _ in group.ranks]
@@ -226,7 +231,7 @@ class _MessageHop:
         def wait() -> torch.Tensor:
             for work in works:
                 work.wait()
-            return _sum_in_order(parts, group.rank, dtype)
+            return _mean_in_order(parts, group.rank, mean)
 
         return wait
 
@@ -253,8 +258,8 @@ class _NativeHop:
 
         return wait
 
-    def reduce(self, buffer: torch.Tensor, group: Group, dtype: torch.dtype, tag: int) -> Wait:
-        if buffer.dtype == dtype:
+    def reduce(self, buffer: torch.Tensor, group: Group, mean: Mean, tag: int) -> Wait:
+        if buffer.dtype == mean.dtype:
             total = buffer.new_empty(buffer.numel() // group.size)
             work = dist.reduce_scatter_single(
                 total, buffer, group=group.process_group, async_op=True
@@ -262,7 +267,7 @@ class _NativeHop:
 
             def wait() -> torch.Tensor:
                 _wait_for(work)
-                return total
+                return total.mul_(mean.scale)
 
             return wait
         # A ring would sum in the low precision of the wire: exchange the slices (the same bytes)
@@ -272,7 +277,7 @@ class _NativeHop:
 
         def wait_and_sum() -> torch.Tensor:
             _wait_for(work)
-            return _sum_in_order(list(received.view(group.size, -1)), group.rank, dtype)
+            return _mean_in_order(list(received.view(group.size, -1)), group.rank, mean)
 
         return wait_and_sum
 
@@ -297,20 +302,26 @@ def _peers(group: Group) -> list[int]:
     return [(group.rank + shift) % group.size for shift in range(1, group.size)]
 
 
-def _sum_in_order(parts: list[torch.Tensor], own: int, dtype: torch.dtype) -> torch.Tensor:
-    """parts[0] + parts[1] + ... in `dtype`, in rank order; overwrites any part but `own`.
+def _mean_in_order(parts: list[torch.Tensor], own: int, mean: Mean) -> torch.Tensor:
+    """(parts[0] + parts[1] + ...) * scale, in rank order; overwrites any part but `own`.
 
     The order makes the sum the same on every backend and run, and equal to what one process gets
-    that adds the ranks' gradients one after another.
+    that adds the ranks' gradients one after another. Goes through the parts in blocks that stay in
+    the processor's cache: memory is read and written once, not once for each operation.
     """
-    if parts[0].dtype != dtype:
-        total = parts[0].to(dtype)
-        rest = parts[1:]
+    if parts[0].dtype == mean.dtype:
+        # The result lies in a received part, so that no further memory is needed.
+        total = parts[1 if own == 0 else 0]
     else:
-        # The first sum goes into a received part, so that no further buffer is needed.
-        received = 1 if own == 0 else 0
-        total = parts[received].add_(parts[1 - received])
-        rest = parts[2:]
-    for part in rest:
-        total.add_(part)
+        total = torch.empty_like(parts[0], dtype=mean.dtype)
+    blocks = [part.split(BLOCK_NUMEL) for part in parts]
+    for block, first, second, *rest in zip(total.split(BLOCK_NUMEL), *blocks, strict=True):
+        if block.dtype == first.dtype:
+            torch.add(first, second, out=block)
+        else:
+            block.copy_(first).add_(second)
+        for other in rest:
+            block.add_(other)
+        if mean.scale != 1.0:
+            block.mul_(mean.scale)
     return total
