@@ -161,6 +161,7 @@ class Backward:
         self._next = 0
         self._done.clear()
         self._passed.clear()
+        engine.owned.hide()
         for gradients in engine.gradients:
             gradients.is_fresh = False
         self._agree_on_order()
@@ -191,6 +192,7 @@ class Backward:
             self._engine.collectives.agreement.scheduled("the end of backward")
         if self.sync:
             self._reduce_rest()
+            self._engine.owned.show()
         else:
             for gradients in self._engine.gradients:
                 gradients.keep_local()
@@ -266,6 +268,7 @@ class Backward:
                 self._agree_on_order()
                 self._next = 0
                 self._reduce_rest()
+                self._engine.owned.show()
 
     def recover(self) -> None:
         """Outside of any backward: if one is still open, it has failed."""

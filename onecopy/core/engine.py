@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core.owned import OwnedGradients
 from onecopy.core.schedule import Schedule
 from onecopy.core.stages import STAGES
 from onecopy.core.unit import Unit, UnitSpec, UnitState
@@ -32,6 +33,7 @@ class Engine:
     Attributes:
         gradients: those of the trainable units, in the same order.
         units: in the order root first, then module order; `unit.number` is the place here.
+        owned: what parameters show as their gradients after a reduce.
         used: units in the order of their first use in forward.
         forwards: keys of the forwards since the last backward; they name the backward's segment.
     """
@@ -54,6 +56,7 @@ class Engine:
             Unit(number, spec, self.stage, collectives, events) for number, spec in enumerate(specs)
         ]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
+        self.owned = OwnedGradients(self.units, collectives)
         self.used: dict[Unit, None] = {}
         self.forwards: list[Hashable] = []
         self._held = 0

@@ -127,6 +127,7 @@ class Hooks(NotCopied):
         engine.end_forgotten_hold()
         key: Hashable = (type(module).__name__, id(module), torch.is_grad_enabled())
         if torch.is_grad_enabled():
+            engine.owned.hide()
             engine.forwards.append(key)
         engine.events.phase = "forward"
         engine.schedule.begin(key)

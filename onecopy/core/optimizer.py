@@ -273,27 +273,13 @@ def clip_gradients(
         0-d tensor, the same on all ranks, the norm before clipping.
     """
     engines = list(engines)
-    gradients = [
-        piece.grad
-        for engine in engines
-        for unit in engine.units
-        for piece in unit.pieces.values()
-        if piece.grad is not None
-    ]
-    device = engines[0].units[0].flat.device
-    infinite = norm_type == float("inf")
     with torch.no_grad():
-        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-        norms = [norm.to(device, torch.float32) for norm in norms]
-        local = torch.stack(norms) if norms else torch.zeros(1, device=device)
-        if infinite:
-            total = engines[0].collectives.sum_of(local.max().reshape(1), maximum=True)[0]
-        else:
-            power = local.pow(norm_type).sum().reshape(1)
-            total = engines[0].collectives.sum_of(power)[0].pow(1.0 / norm_type)
-        if max_norm is not None and gradients:
-            scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            torch._foreach_mul_(gradients, scale)
+        norms = torch.cat([engine.owned.norms(norm_type) for engine in engines])
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+        if max_norm is not None:
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for engine in engines:
+                engine.owned.scale(factor)
     return total
 
 

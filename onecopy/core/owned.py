@@ -1,0 +1,235 @@
+"""What `param.grad` is after a reduce: a tensor without storage that stands for the owned slices.
+
+The gradient of a parameter lies in pieces with its owners. Loops and trainers nevertheless call
+`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: with each rank's part of the gradient
+that would clip by different norms on different ranks, without a word. So after a backward
+`param.grad` is an `OwnedGradient`: its norms are those of the whole gradient (one collective
+serves all parameters), scaling and clamping it in place acts on the owned pieces, and everything
+that would need its values raises. It vanishes before autograd accumulates again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.errors import ShardingError
+
+if TYPE_CHECKING:
+    from onecopy.comm.collectives import Collectives
+    from onecopy.core.unit import Unit
+
+__all__ = ["OwnedGradient", "OwnedGradients"]
+
+_NORMS = (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm)
+_SAME = (
+    torch.Tensor.detach,
+    torch.Tensor.detach_,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+)
+# In-place and elementwise: on the pieces they do what they would do on the whole.
+_IN_PLACE = (
+    "mul_ div_ clamp_ clamp_min_ clamp_max_ clip_ neg_ zero_ nan_to_num_ sign_ "
+    "__imul__ __itruediv__"
+).split()
+_METADATA_METHODS = (
+    "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex "
+    "get_device storage_offset __len__ __hash__"
+).split()
+_METADATA_PROPERTIES = (
+    "shape dtype device layout ndim itemsize nbytes grad grad_fn requires_grad is_leaf is_sparse "
+    "is_cpu is_cuda is_meta is_nested is_quantized names _version _base _backward_hooks"
+).split()
+
+
+class OwnedGradient(torch.Tensor):
+    """See the module's docstring."""
+
+    _gradients: OwnedGradients
+    _number: int
+
+    @staticmethod
+    def __new__(
+        cls: type[OwnedGradient],
+        gradients: OwnedGradients,
+        number: int,
+        parameter: torch.Tensor,
+    ) -> OwnedGradient:
+        """A gradient shaped like `parameter`, without storage."""
+        self: OwnedGradient = torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.size(),
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        self._gradients = gradients
+        self._number = number
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape and dtype: the values are with their owners."""
+        return f"OwnedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Norms, in-place scaling and metadata; everything else raises."""
+        kwargs = kwargs or {}
+        if func in _METADATA or func is OwnedGradient.__repr__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, OwnedGradient):
+            if func in _SAME:
+                return first
+            order = _norm_order(func, args, kwargs)
+            if order is not None:
+                return first._gradients.norm(first._number, order)
+            if func in _IN_PLACE_FUNCTIONS:
+                first._gradients.change(first._number, func, args[1:], kwargs)
+                return first
+        raise ShardingError(_describe(args, getattr(func, "__name__", str(func))))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Operations that come past __torch_function__, from within torch."""
+        raise ShardingError(_describe(args, str(func)))
+
+
+def _norm_order(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """p, where this is a call of a norm over all elements."""
+    given = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    if func not in _NORMS or len(args) > 2 or not set(given) <= {"ord", "p"}:
+        return None
+    order = args[1] if len(args) > 1 else given.get("ord", given.get("p", 2.0))
+    return 2.0 if order == "fro" else float(order)
+
+
+def _describe(args: Any, operation: str) -> str:
+    items = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
+    found = [one for one in items if isinstance(one, OwnedGradient)]
+    name = found[0]._gradients.names[found[0]._number] if found else "a parameter"
+    return (
+        f"the gradient of {name} lies in pieces with its owners, so {operation} has no values to "
+        "work on. Norms and in-place scaling or clamping work here (and "
+        "torch.nn.utils.clip_grad_norm_); the owned pieces are the .grad of the parameters in "
+        "optimizer.param_groups"
+    )
+
+
+class OwnedGradients:
+    """The stand-ins of one model's parameters, and what they know together."""
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        self._collectives = collectives
+        places = [
+            (unit, index)
+            for unit in units
+            if unit.gradients is not None
+            for index, parameter in enumerate(unit.parameters)
+            if parameter.numel()
+        ]
+        self.names = [unit.names[index] for unit, index in places]
+        self._parameters = [unit.parameters[index] for unit, index in places]
+        self._pieces = [unit.pieces.get(index) for unit, index in places]
+        self._stand_ins = [
+            OwnedGradient(self, number, parameter)
+            for number, parameter in enumerate(self._parameters)
+        ]
+        self._norms: dict[float, torch.Tensor] = {}
+        self._are_shown = False
+
+    def show(self) -> None:
+        """After a reduce: every trainable parameter has a gradient to measure and to scale.
+
+        Also one that got none: ranks need not know of one another's, and its norm is zero.
+        """
+        self._norms.clear()
+        self._are_shown = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
+                if parameter.requires_grad:
+                    parameter.grad = stand_in
+
+    def hide(self) -> None:
+        """Before autograd accumulates again, which would fail on a stand-in."""
+        if not self._are_shown:
+            return
+        self._are_shown = False
+        self._norms.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
+                if parameter.grad is stand_in:
+                    parameter.grad = None
+
+    def norm(self, number: int, order: float) -> torch.Tensor:
+        """The norm of one parameter's whole gradient, 0-d; a collective at the first call.
+
+        All ranks must ask, as they do where they clip.
+        """
+        if order not in self._norms:
+            self._norms[order] = self.norms(order)
+        return self._norms[order][number]
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients by a 0-d tensor."""
+        self._norms.clear()
+        grads = [piece.grad for piece in self._pieces if piece is not None]
+        present = [grad for grad in grads if grad is not None]
+        if present:
+            torch._foreach_mul_(present, factor)
+
+    def change(
+        self, number: int, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """Apply an elementwise in-place function to this rank's part of one gradient."""
+        self._norms.clear()
+        piece = self._pieces[number]
+        if piece is not None and piece.grad is not None:
+            with torch.no_grad():
+                function(piece.grad, *args, **kwargs)
+
+    def norms(self, order: float) -> torch.Tensor:
+        """(number of trainable parameters,) fp32 norms of the whole gradients; a collective."""
+        infinite = order == float("inf")
+        device = self._parameters[0].device
+        local = torch.zeros(len(self._pieces), dtype=torch.float32, device=device)
+        grads = [
+            (number, piece.grad)
+            for number, piece in enumerate(self._pieces)
+            if piece is not None and piece.grad is not None
+        ]
+        with torch.no_grad():
+            if grads:
+                norms = torch._foreach_norm([grad for _, grad in grads], order)
+                values = torch.stack(norms).to(torch.float32)
+                local[[number for number, _ in grads]] = values if infinite else values**order
+            total = self._collectives.sum_of(local, maximum=infinite)
+            return total if infinite else total ** (1.0 / order)
+
+
+_IN_PLACE_FUNCTIONS = frozenset(
+    getattr(torch.Tensor, name) for name in _IN_PLACE if hasattr(torch.Tensor, name)
+)
+_METADATA: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name) for name in _METADATA_METHODS]
+    + [
+        getattr(torch.Tensor, name).__get__
+        for name in _METADATA_PROPERTIES
+        if hasattr(torch.Tensor, name)
+    ]
+    + [torch.is_complex, torch.is_floating_point, torch.numel]
+)
