@@ -29,7 +29,8 @@ class Precision:
     reduce: dtype of gradients on the wire; None means the compute dtype. Whatever it is, sums are
         made in fp32.
     keep_fp32: modules whose parameters stay in fp32 under a lower compute dtype, by class name.
-        Batch norms are kept by default: their running statistics are fp32 buffers.
+        Batch norms are kept by default: their running statistics are fp32 buffers. Such a module
+        still gets inputs in the compute dtype, so name only ones that can mix dtypes.
     cast_inputs: cast floating-point inputs of the sharded model to the compute dtype.
 
     The slice that the optimizer updates (the master) and the gradients that accumulate are fp32

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import onecopy
+import onecopy.handle
 from tests import models, reference
 from tests.pool import Pool
-from tests.runs import OPTIMIZERS, Plan, train
+from tests.runs import OPTIMIZERS, Plan, Run, train
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
 EVERY = list(itertools.product(models.OWN_NAMES, WORLDS, STAGES))
@@ -165,3 +168,43 @@ def test_random_module_trees(
         no_sync=no_sync,
     )
     check(pool, world, plan)
+
+
+def train_native(plan: Plan) -> Run:
+    """Train with the collectives that other backends use, which Gloo has too."""
+    with mock.patch("onecopy.comm.groups.has_native_collectives", return_value=True):
+        return train(plan)
+
+
+@pytest.mark.sampled(
+    "world, stage, precision", list(itertools.product((2, 3), (1, 2, 3), ("fp32", "bf16"))), 5
+)
+def test_native_collectives(pool: Pool, world: int, stage: int, precision: str) -> None:
+    """The other transport: its order of summation is the backend's, so not to the last bit."""
+    plan = Plan(name="tied", stage=stage, optimizer="momentum", settings={"precision": precision})
+    ours = pool.run(world, train_native, plan)
+    theirs = pool.run(world, train, plan)
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.losses == [pytest.approx(losses, rel=tolerance) for losses in other.losses]
+        for name, value in other.parameters.items():
+            torch.testing.assert_close(
+                one.parameters[name], value, rtol=tolerance, atol=tolerance / 10
+            )
+
+
+def watched_leaks(name: str) -> bool:
+    """Whether a step of this model had to be caught by the net of saved tensors."""
+    model = models.build(name)
+    onecopy.shard(model, OPTIMIZERS["sgd"](model), stage=3)
+    for step in range(2):
+        models.loss(model, models.batch(name, step, 0)).backward()
+    return bool(onecopy.handle.of(model).hooks.saved.is_needed)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_output_hooks_suffice(pool: Pool, name: str) -> None:
+    """The net is for what hooks cannot see; ordinary models do not need it."""
+    if name in models.HF_NAMES:
+        pytest.importorskip("transformers", reason="pip install 'onecopy[test]'")
+    assert pool.run(1, watched_leaks, name) == [False]

@@ -158,7 +158,8 @@ def _chosen_modules(root: nn.Module, patterns: tuple[str, ...] | None) -> set[in
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Children of the outermost containers of alike modules that hold parameters."""
-    children = list(module.children())
+    # Not children(), which leaves out repetitions of one module: weights shared over all layers.
+    children = [child for child in module._modules.values() if child is not None]
     if isinstance(module, CONTAINERS) and len(children) > 1:
         alike = len({type(child) for child in children}) == 1
         if alike and all(_is_called_block(child) for child in children):

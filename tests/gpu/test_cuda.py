@@ -1,0 +1,73 @@
+"""The same engine on accelerators, over NCCL: run with `python -m pytest tests/gpu`.
+
+As many ranks as there are devices, at most four. On one device the world is one rank, which still
+runs gather, release, reduce and step on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onecopy
+from onecopy.launcher import launch
+from tests import models
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def train(stage: int, precision: str | None) -> list[torch.Tensor]:
+    """A few steps of the small GPT on this rank's device; whole parameters at the end."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    model = models.build("tied").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    onecopy.shard(model, optimizer, stage=stage, precision=precision)
+    world = dist.get_world_size()
+    for step in range(4):
+        for micro in models.batches("tied", 4, world)[step][rank]:
+            _loss(model, micro, device).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with onecopy.full_parameters(model):
+        return [parameter.detach().float().cpu() for parameter in model.parameters()]
+
+
+def _loss(model: nn.Module, batch: models.Batch, device: torch.device) -> torch.Tensor:
+    moved = copy.copy(batch)
+    moved.tensors.update({name: value.to(device) for name, value in batch.tensors.items()})
+    return models.loss(model, moved)
+
+
+def _expected(world: int) -> list[torch.Tensor]:
+    device = torch.device("cuda", 0)
+    model = models.build("tied").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in models.batches("tied", 4, world):
+        for ranks in step:
+            (_loss(model, ranks[0], device) / world).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_equals_one_device(stage: int, precision: str) -> None:
+    """Sums in the backend's order: close, not equal."""
+    world = min(4, torch.cuda.device_count())
+    results = launch(train, world, stage, precision)
+    tolerance = 1e-4 if precision == "fp32" else 5e-2
+    for ours in results:
+        for one, other in zip(ours, _expected(world), strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
