@@ -25,13 +25,13 @@ pytestmark = [
 
 def train(stage: int, precision: str | None) -> list[torch.Tensor]:
     """A few steps of the small GPT on this rank's device; whole parameters at the end."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    dist.init_process_group()
+    rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     model = models.build("tied").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     onecopy.shard(model, optimizer, stage=stage, precision=precision)
-    world = dist.get_world_size()
     for step in range(4):
         for micro in models.batches("tied", 4, world)[step][rank]:
             _loss(model, micro, device).backward()
@@ -39,7 +39,9 @@ def train(stage: int, precision: str | None) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     with onecopy.full_parameters(model):
-        return [parameter.detach().float().cpu() for parameter in model.parameters()]
+        values = [parameter.detach().float().cpu() for parameter in model.parameters()]
+    dist.destroy_process_group()
+    return values
 
 
 def _loss(model: nn.Module, batch: models.Batch, device: torch.device) -> torch.Tensor:
