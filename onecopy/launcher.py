@@ -205,11 +205,14 @@ def _run_rank(
     except BaseException as error:
         report = _describe(error)
     try:
-        reports.send(report)
+        # Plain pickle: multiprocessing's own would pass tensors by shared memory, which goes with
+        # this process.
+        message = pickle.dumps(report)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         advice = f"{_name(fn)} returned something that cannot be sent back: {error}"
         report = _Failed(when=time.time(), what=advice, details="")
-        reports.send(report)
+        message = pickle.dumps(report)
+    reports.send_bytes(message)
     reports.close()
     if isinstance(report, _Failed):
         sys.stdout.flush()
@@ -258,7 +261,7 @@ def _watch(ranks: list[_Rank]) -> dict[int, _Done]:
 
 def _receive(rank: _Rank) -> _Report:
     try:
-        report: _Report = rank.reports.recv()
+        report: _Report = pickle.loads(rank.reports.recv_bytes())
     except EOFError:
         # Dead without a word: nothing else can have been first, so it counts as before all others.
         rank.process.join()

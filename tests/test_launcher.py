@@ -48,6 +48,15 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def a_tensor() -> torch.Tensor:
+    return torch.full((300,), float(os.environ["RANK"]))
+
+
+def test_tensors_outlive_their_rank() -> None:
+    zeros, ones = launch(a_tensor, 2)
+    assert torch.equal(ones, zeros + 1)
+
+
 def test_ranks_meet_and_return_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert launch(sum_of_ranks, 2, 5) == [(0, 11.0, 1), (1, 11.0, 1)]

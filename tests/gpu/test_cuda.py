@@ -30,7 +30,7 @@ def train(stage: int, precision: str | None) -> list[torch.Tensor]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     model = models.build("tied").to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     onecopy.shard(model, optimizer, stage=stage, precision=precision)
     for step in range(4):
         for micro in models.batches("tied", 4, world)[step][rank]:
@@ -53,7 +53,7 @@ def _loss(model: nn.Module, batch: models.Batch, device: torch.device) -> torch.
 def _expected(world: int) -> list[torch.Tensor]:
     device = torch.device("cuda", 0)
     model = models.build("tied").to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in models.batches("tied", 4, world):
         for ranks in step:
             (_loss(model, ranks[0], device) / world).backward()
