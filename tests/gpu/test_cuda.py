@@ -39,7 +39,7 @@ def train(stage: int, precision: str | None) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     with onecopy.full_parameters(model):
-        values = [parameter.detach().float().cpu() for parameter in model.parameters()]
+        values = [parameter.detach().clone().float().cpu() for parameter in model.parameters()]
     dist.destroy_process_group()
     return values
 
