@@ -266,16 +266,15 @@ def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
         if agreement is None:
             return
         moved, seen = agreement.position != seen, agreement.position
-        if moved:
-            pause = LOOK_AFTER
-            continue
-        pause = min(pause * 1.2, LOOK_AT_MOST_EVERY)
+        pause = LOOK_AFTER if moved else min(pause * 1.2, LOOK_AT_MOST_EVERY)
         try:
-            agreement.look()
+            if not moved:
+                agreement.look()
+                agreement.interrupt_if_blocked(warned)
         except RuntimeError:
             # The store has gone away with its rank; the main thread hears of it where it waits.
             return
-        agreement.interrupt_if_blocked(warned)
+        # Held while it waits, this thread would keep a deleted model's agreement alive.
         del agreement
 
 

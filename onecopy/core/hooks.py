@@ -8,6 +8,7 @@ registered in each forward, and only where parameters are released.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from onecopy.core.backward import Backward
     from onecopy.core.engine import Engine
+    from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
 
 __all__ = ["Hooks"]
@@ -53,7 +55,9 @@ class Hooks(NotCopied):
         for gradients in engine.gradients:
             for index, parameter in enumerate(gradients.unit.parameters):
                 if parameter.numel():
-                    hook = partial(backward.gradient_arrived, gradients, index)
+                    hook = partial(
+                        _gradient_arrived, weakref.ref(backward), weakref.ref(gradients), index
+                    )
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -157,6 +161,20 @@ class Hooks(NotCopied):
             node = _node(tensor)
             if node is not None and node not in earlier:
                 node.register_prehook(hook)
+
+
+def _gradient_arrived(
+    backward: weakref.ref[Backward],
+    gradients: weakref.ref[Gradients],
+    index: int,
+    parameter: torch.Tensor,
+) -> None:
+    """The hook on a parameter. Weak: Python's collector does not see what a tensor's hooks hold,
+    so a cycle through them would keep a deleted model for ever.
+    """
+    alive, of_unit = backward(), gradients()
+    if alive is not None and of_unit is not None:
+        alive.gradient_arrived(of_unit, index, parameter)
 
 
 def _in_backward() -> bool:

@@ -10,6 +10,7 @@ that would need its values raises. It vanishes before autograd accumulates again
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ _METADATA_PROPERTIES = (
 class OwnedGradient(torch.Tensor):
     """See the module's docstring."""
 
-    _gradients: OwnedGradients
+    _reference: weakref.ref[OwnedGradients]
     _number: int
 
     @staticmethod
@@ -66,9 +67,17 @@ class OwnedGradient(torch.Tensor):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        self._gradients = gradients
+        # Weak: Python's collector does not see what a parameter's .grad holds.
+        self._reference = weakref.ref(gradients)
         self._number = number
         return self
+
+    @property
+    def _gradients(self) -> OwnedGradients:
+        found = self._reference()
+        if found is None:
+            raise ShardingError("the sharded model that this gradient belonged to is gone")
+        return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype: the values are with their owners."""
