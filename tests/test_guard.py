@@ -365,7 +365,7 @@ WORKS: dict[str, Call] = {
     "type": lambda s: s.p.type(),
     "dir": lambda s: "shape" in dir(s.p),
     "requires_grad": lambda s: (s.p.requires_grad, s.p.is_leaf, s.p.grad_fn, s.p.retains_grad),
-    "no grad": lambda s: s.p.grad is None,
+    "no grad": lambda s: (s.model.zero_grad(), s.p.grad is None),
     "grad": _kept_gradient,
     "count": lambda s: sum(p.numel() for p in s.model.parameters()),
     "count bytes": lambda s: sum(p.numel() * p.element_size() for p in s.model.parameters()),
