@@ -41,6 +41,7 @@ class Gradients:
             layout.gradient_numel, dtype=dtypes.reduce, device=unit.flat.device
         )
         self._trailers = self.buffer.view(layout.num_slices, layout.stride)[:, layout.slice_numel :]
+        self._unit_flags = self._trailers[:, -1]
         # Where each parameter's gradient goes: 1-D parts in memory order, and a view shaped like
         # the parameter where no slice border cuts it.
         self._parts = [
@@ -252,7 +253,7 @@ class Gradients:
             for index in present:
                 for span in self.unit.layout.spans[index]:
                     self.buffer[span.flag] = 1
-        self._trailers[:, -1].fill_(int(unit_flag))
+        self._unit_flags.fill_(int(unit_flag))
 
     def _accumulate(self, result: torch.Tensor, flags: list[bool] | None) -> None:
         """Add a mean to the owned slice; pieces without a gradient so far start from it."""
