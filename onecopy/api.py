@@ -20,7 +20,7 @@ from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.config import Config
 from onecopy.core.backward import Backward
 from onecopy.core.engine import Engine
-from onecopy.core.hooks import Hooks
+from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.optimizer import (
     Binding,
     check_optimizer,
@@ -37,6 +37,8 @@ from onecopy.memory import buffers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from onecopy.core.unit import UnitSpec
 
 __all__ = ["clip_grad_norm_", "full_parameters", "no_sync", "shard", "unshard"]
 
@@ -100,8 +102,9 @@ def shard(
     sharded = [one for one in models if handle.find(one) is not None]
     if not sharded:
         _check_modules(models)
-        for one in models:
-            _shard_one(one, optimizers, mesh, config)
+        units = [_units_of(one, optimizers, config) for one in models]
+        for one, specs in zip(models, units, strict=True):
+            _shard_one(one, specs, mesh, config)
     elif len(sharded) < len(models) or not optimizers:
         raise ShardingError(
             f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
@@ -133,6 +136,7 @@ def unshard(model: Models) -> Models:
             )
     for owner in owners:
         owner.backward.flush()
+        owner.engine.owned.hide()
         # Never let go of: the engine ends here, with everything gathered.
         owner.engine.begin_hold()
     restore_models(engines, bindings)
@@ -247,6 +251,7 @@ def _check_arguments(models: Sequence[object], optimizers: Sequence[torch.optim.
 
 
 def _check_modules(models: Sequence[nn.Module]) -> None:
+    seen: dict[int, nn.Module] = {}
     for one in models:
         for name, module in one.named_modules():
             if handle.find(module) is not None:
@@ -256,21 +261,36 @@ def _check_modules(models: Sequence[nn.Module]) -> None:
                 )
         if not any(parameter.numel() for parameter in one.parameters()):
             raise ShardingError(f"this {type(one).__name__} has no parameters to shard")
+        for name, parameter in one.named_parameters():
+            if seen.setdefault(id(parameter), one) is not one or is_hooked(parameter):
+                raise ShardingError(
+                    f"parameter {name} of this {type(one).__name__} belongs to another sharded "
+                    "model too, and can be laid out in one only: put both models into one module "
+                    "(nn.ModuleList([a, b])) and shard that"
+                )
+            if parameter.grad is not None:
+                raise ShardingError(
+                    f"parameter {name} already has a gradient, which a step after shard would not "
+                    "see: call optimizer.zero_grad() before shard"
+                )
 
 
-def _shard_one(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    mesh: DeviceMesh | None,
-    config: Config,
-) -> None:
+def _units_of(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
+) -> list[UnitSpec]:
+    """The units of a model, each with parameters of one optimizer; nothing is changed yet."""
     owner_of = {
         id(parameter): number
         for number, optimizer in enumerate(optimizers)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    specs = find_units(model, config, lambda parameter: owner_of.get(id(parameter)))
+    return find_units(model, config, lambda parameter: owner_of.get(id(parameter)))
+
+
+def _shard_one(
+    model: nn.Module, specs: list[UnitSpec], mesh: DeviceMesh | None, config: Config
+) -> None:
     device = specs[0].parameters[0][1].device
     world = comm_groups.world_group(mesh)
     comm_groups.check_backend(world, device)

@@ -82,7 +82,8 @@ class Collectives:
         self.groups = groups
         self.agreement = Agreement(groups.world, key, self._interrupt)
         self._events = events
-        self._first_tag = (model_number % (1 << 14)) * TAGS_PER_MODEL
+        # From TAGS_PER_MODEL on: small tags, 0 above all, are those of the user's own messages.
+        self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._hop: _Hop = _NativeHop() if native else _MessageHop()
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, unit: int) -> Pending:

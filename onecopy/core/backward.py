@@ -58,6 +58,8 @@ class Backward:
         self._engine = engine
         self._tasks: list[int] = []
         self._frames = 0
+        # False within torch.autograd.grad, which leaves gradients to the caller.
+        self._accumulates = True
         self._order: list[Gradients] = []
         self._next = 0
         self._in_flight: deque[Gradients] = deque()
@@ -129,8 +131,9 @@ class Backward:
             with torch.no_grad():
                 gradients.add(index, gradient)
         elif gradients.add(index, gradient):
-            self._done.add(gradients.unit)
-            self._engine.release(gradients.unit)
+            if gradients.has_all:
+                self._done.add(gradients.unit)
+                self._engine.release(gradients.unit)
             if self.sync:
                 self._launch_complete()
 
@@ -139,12 +142,13 @@ class Backward:
         task = _current_task()
         if task in self._tasks:
             return
-        frames = _num_backward_frames()
+        frames, accumulates = _running_backwards()
         if self._tasks and frames != self._frames + len(self._tasks):
             # The backward before this one ended by an exception: its tasks are not around us.
             self.abort()
         if not self._tasks:
             self._frames = frames
+            self._accumulates = accumulates
             self._begin()
         self._tasks.append(task)
         Variable._execution_engine.queue_callback(partial(self._leave, task))
@@ -161,15 +165,17 @@ class Backward:
         self._next = 0
         self._done.clear()
         self._passed.clear()
-        engine.owned.hide()
-        for gradients in engine.gradients:
-            gradients.is_fresh = False
-        self._agree_on_order()
+        if self._accumulates:
+            engine.owned.hide()
+            for gradients in engine.gradients:
+                gradients.is_fresh = False
+            if self.sync:
+                self._agree_on_order()
 
     def _agree_on_order(self) -> None:
         """The units to reduce, in order: as they were used, if that was so on all ranks."""
         engine = self._engine
-        if self._order or not self.sync:
+        if self._order:
             return
         used = [unit.gradients for unit in reversed(engine.used) if unit.gradients is not None]
         proposal = " ".join(str(gradients.unit.number) for gradients in used)
@@ -187,10 +193,12 @@ class Backward:
                 self._end()
 
     def _end(self) -> None:
-        if self._engine.stage.releases:
+        if self._engine.stage.releases or (self.sync and self._accumulates):
             # A rank that has come here wants no more units: one that does must hear of it.
             self._engine.collectives.agreement.scheduled("the end of backward")
-        if self.sync:
+        if not self._accumulates:
+            pass
+        elif self.sync:
             self._reduce_rest()
             self._engine.owned.show()
         else:
@@ -263,7 +271,7 @@ class Backward:
     def flush(self) -> None:
         """Before a step: reduce what no_sync has left, and drop a backward that failed."""
         self.recover()
-        if self.sync and any(gradients.has_local for gradients in self._engine.gradients):
+        if any(gradients.has_local for gradients in self._engine.gradients):
             with torch.no_grad():
                 self._agree_on_order()
                 self._next = 0
@@ -279,11 +287,19 @@ class Backward:
         """A backward ended by an exception: leave no trace of it, on all ranks together.
 
         Ranks may have launched different numbers of reduces: all launch as many as the furthest
-        has, drop the results, and forget gradients that only this backward had brought.
+        has, drop the results, and forget gradients that only this backward had brought. Where
+        gradients of earlier backwards were accumulating, what the failed one has already added
+        stays, as in plain PyTorch: zero_grad() is the way to a clean start.
         """
         engine = self._engine
         self._tasks.clear()
-        if self.sync:
+        if not self._accumulates:
+            pass
+        elif not self.sync:
+            with torch.no_grad():
+                for gradients in engine.gradients:
+                    gradients.keep_local()
+        else:
             launched = engine.collectives.agreement.exchange(
                 "recovery from an exception in backward", str(self._next)
             )
@@ -291,17 +307,25 @@ class Backward:
                 for gradients in self._order[self._next : max(int(item) for item in launched)]:
                     self._launch(gradients)
                 self._finish_all(keep=False)
-        for gradients in engine.gradients:
-            gradients.clear(keep_means=not gradients.is_fresh)
+            for gradients in engine.gradients:
+                gradients.clear(keep_means=not gradients.is_fresh)
         engine.schedule.end(failed=True)
         engine.rest()
         engine.events.phase = "api"
 
 
-def _num_backward_frames() -> int:
-    """How many runs of the autograd engine the Python stack of this thread holds."""
-    count, frame = 0, sys._getframe()
+def _running_backwards() -> tuple[int, bool]:
+    """How many runs of the autograd engine the Python stack of this thread holds, and whether the
+    innermost accumulates gradients (`backward`, not `torch.autograd.grad`).
+
+    On an accelerator hooks run in a thread of the engine's, whose stack holds none: then a run is
+    taken to accumulate.
+    """
+    count, accumulates, frame = 0, True, sys._getframe()
     while frame is not None:
-        count += frame.f_code.co_name == "_engine_run_backward"
+        if frame.f_code.co_name == "_engine_run_backward":
+            if not count:
+                accumulates = frame.f_locals.get("kwargs", {}).get("accumulate_grad", True)
+            count += 1
         frame = frame.f_back  # type: ignore[assignment]
-    return count
+    return count, accumulates

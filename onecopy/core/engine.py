@@ -108,8 +108,12 @@ class Engine:
                     "onecopy.full_parameters(model), or replace it before shard"
                 )
 
-        with torch._C.DisableTorchFunctionSubclass():
+        self.owned.check()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
+                if unit.state is UnitState.GATHERED:
+                    # Where parameters stay, changes made in between are kept here.
+                    unit.keep_changes()
                 if unit.gradients is None and any(one.requires_grad for one in unit.parameters):
                     raise ShardingError(
                         f"parameters of unit {unit.name} ({unit.names[0]} for one) were frozen at "

@@ -81,6 +81,15 @@ class Gradients:
         return self._expected <= self._arrived
 
     @property
+    def has_all(self) -> bool:
+        """Every parameter has its gradient: nothing can need the unit's values any more.
+
+        A unit that is merely complete, because the others got none last time either, may still be
+        read by operations before it (through `detach`, or frozen in mid-run).
+        """
+        return len(self._arrived) == len(self._all)
+
+    @property
     def has_local(self) -> bool:
         """There are gradients of this rank that no reduce has taken."""
         return self._pending is None and bool(self._filled or self._carried)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "is_hooked"]
 
 
 class Hooks(NotCopied):
@@ -45,6 +45,7 @@ class Hooks(NotCopied):
         self.saved = SavedTensors(engine, backward)
         self._handles: list[RemovableHandle] = []
         precision = engine.config.precision
+        self._names = {module: name for name, module in engine.model.named_modules()}
         self._cast_dtype: torch.dtype | None = None
         if precision is not None and not isinstance(precision, str) and precision.cast_inputs:
             self._cast_dtype = DTYPES[precision.compute] if precision.compute else None
@@ -121,7 +122,8 @@ class Hooks(NotCopied):
         if with_graph and not failed and (engine.stage.releases or not self._stack):
             self._hook_outputs(units, (args, kwargs), output)
         for unit in units:
-            engine.release(unit, settled=not with_graph)
+            # A graph that lives holds views too.
+            engine.release(unit, settled=not with_graph and not unit.open_calls)
         if not self._stack:
             self._end(failed=failed)
 
@@ -129,7 +131,8 @@ class Hooks(NotCopied):
         engine = self._engine
         self._backward.recover()
         engine.end_forgotten_hold()
-        key: Hashable = (type(module).__name__, id(module), torch.is_grad_enabled())
+        kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
+        key: Hashable = f"{kind} of {self._names[module] or type(module).__name__}"
         if torch.is_grad_enabled():
             engine.owned.hide()
             engine.forwards.append(key)
@@ -175,6 +178,12 @@ def _gradient_arrived(
     alive, of_unit = backward(), gradients()
     if alive is not None and of_unit is not None:
         alive.gradient_arrived(of_unit, index, parameter)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether a parameter belongs to a sharded model's units already."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "func", None) is _gradient_arrived for hook in hooks.values())
 
 
 def _in_backward() -> bool:

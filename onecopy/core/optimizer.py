@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
     refused = sorted(names & NEEDS_WHOLE_PARAMETERS)
     if refused:
         raise ShardingError(
-            f"{refused[0]} needs whole parameters, but each rank owns pieces, cut anywhere: use "
+            f"{refused[0]} needs whole parameters, but each rank owns pieces, cut anywhere: "
             " an elementwise optimizer (AdamW, SGD, RMSprop, ...)"
         )
     return optimizer
@@ -118,6 +119,8 @@ class Binding:
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
+        vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
         self._scales_itself: bool | None = None
         if any(engine.collectives.groups.shard.size > 1 for engine, _ in engines):
             # A scaler that believes this leaves the decision to step, and is noticed there.
@@ -129,6 +132,7 @@ class Binding:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        vars(self.optimizer).pop("zero_grad", None)
         if self._scales_itself is not None:
             setattr(self.optimizer, SCALES_ITSELF, self._scales_itself)
 
@@ -242,6 +246,20 @@ class Binding:
                 engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
                 engine.events.emit("step")
                 engine.events.phase = "api"
+
+
+def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> None:
+    """`optimizer.zero_grad()`: the pieces' gradients, and what this rank keeps beside them."""
+    binding = reference()
+    if binding is None:
+        return
+    type(binding.optimizer).zero_grad(binding.optimizer, set_to_none)
+    for unit in binding.units:
+        if unit.gradients is not None:
+            unit.gradients.clear(keep_means=True)
+    if set_to_none:
+        for engine, _ in binding.engines:
+            engine.owned.hide(binding.units)
 
 
 def _slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:

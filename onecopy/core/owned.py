@@ -11,7 +11,7 @@ that would need its values raises. It vanishes before autograd accumulates again
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +120,10 @@ def _norm_order(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
     """p, where this is a call of a norm over all elements."""
-    given = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    # Not `in (None, False)`: dim=0 equals False.
+    given = {
+        name: value for name, value in kwargs.items() if value is not None and value is not False
+    }
     if func not in _NORMS or len(args) > 2 or not set(given) <= {"ord", "p"}:
         return None
     order = args[1] if len(args) > 1 else given.get("ord", given.get("p", 2.0))
@@ -151,6 +154,7 @@ class OwnedGradients:
             for index, parameter in enumerate(unit.parameters)
             if parameter.numel()
         ]
+        self._units = [unit for unit, _ in places]
         self.names = [unit.names[index] for unit, index in places]
         self._parameters = [unit.parameters[index] for unit, index in places]
         self._pieces = [unit.pieces.get(index) for unit, index in places]
@@ -173,16 +177,41 @@ class OwnedGradients:
                 if parameter.requires_grad:
                     parameter.grad = stand_in
 
-    def hide(self) -> None:
-        """Before autograd accumulates again, which would fail on a stand-in."""
+    def hide(self, units: Collection[Unit] | None = None) -> None:
+        """Before autograd accumulates again, which would fail on a stand-in; or zero_grad.
+
+        Args:
+            units: only those of these units; None for all.
+        """
         if not self._are_shown:
             return
-        self._are_shown = False
+        self._are_shown = units is not None
         self._norms.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
+            for number, stand_in in enumerate(self._stand_ins):
+                parameter = self._parameters[number]
+                if units is not None and self._units[number] not in units:
+                    continue
                 if parameter.grad is stand_in:
                     parameter.grad = None
+
+    def check(self) -> None:
+        """Before a step: gradients must have come by `backward`.
+
+        Raises:
+            ShardingError: somebody has put a gradient of his own into `param.grad`; a step would
+                not see it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, parameter in enumerate(self._parameters):
+                gradient = parameter.grad
+                if gradient is not None and type(gradient) is not OwnedGradient:
+                    raise ShardingError(
+                        f"the gradient of {self.names[number]} was put into param.grad by hand, "
+                        "where the step of a sharded model does not see it: let loss.backward() "
+                        "make gradients, or change the owned pieces, the .grad of the parameters "
+                        "in optimizer.param_groups. Set param.grad = None to go on"
+                    )
 
     def norm(self, number: int, order: float) -> torch.Tensor:
         """The norm of one parameter's whole gradient, 0-d; a collective at the first call.
@@ -212,10 +241,12 @@ class OwnedGradients:
                 function(piece.grad, *args, **kwargs)
 
     def norms(self, order: float) -> torch.Tensor:
-        """(number of trainable parameters,) fp32 norms of the whole gradients; a collective."""
+        """(number of trainable parameters,) norms of the whole gradients; a collective."""
         infinite = order == float("inf")
         device = self._parameters[0].device
-        local = torch.zeros(len(self._pieces), dtype=torch.float32, device=device)
+        is_double = any(one.dtype == torch.float64 for one in self._parameters)
+        dtype = torch.float64 if is_double else torch.float32
+        local = torch.zeros(len(self._pieces), dtype=dtype, device=device)
         grads = [
             (number, piece.grad)
             for number, piece in enumerate(self._pieces)
@@ -224,7 +255,7 @@ class OwnedGradients:
         with torch.no_grad():
             if grads:
                 norms = torch._foreach_norm([grad for _, grad in grads], order)
-                values = torch.stack(norms).to(torch.float32)
+                values = torch.stack([norm.to(dtype) for norm in norms])
                 local[[number for number, _ in grads]] = values if infinite else values**order
             total = self._collectives.sum_of(local, maximum=infinite)
             return total if infinite else total ** (1.0 / order)

@@ -47,8 +47,15 @@ def find_units(
     chains = _chains(root)
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]] = {}
     kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes]] = {}
+    places: dict[int, str] = {}
     for name, parameter in root.named_parameters():
         _check(name, parameter)
+        if parameter.numel() and places.setdefault(parameter.data_ptr(), name) != name:
+            raise ShardingError(
+                f"parameters {places[parameter.data_ptr()]} and {name} share memory without being "
+                "one parameter, and would be trained apart: tie them by assigning the same "
+                "nn.Parameter object to both modules"
+            )
         module = _unit_module(chains[id(parameter)], chosen, root)
         owner_type = type(chains[id(parameter)][0][-1]).__name__
         dtypes = dtypes_of(parameter, owner_type, config.precision)  # type: ignore[arg-type]

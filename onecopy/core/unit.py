@@ -34,7 +34,7 @@ from torch import nn
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import guard_class
 from onecopy.core.layout import Layout
-from onecopy.errors import ParameterReleasedError, UnitStateError
+from onecopy.errors import ParameterReleasedError, ShardingError, UnitStateError
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -132,8 +132,14 @@ class Unit:
         self.own = self.flat[low:high]
         shared = compute == master and not self._stage.releases
         self.master = self.own if shared else source[low:high].clone()
-        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
-            parameter.data = view_of(self.flat, start, parameter)
+        self._views = {
+            name: view_of(self.flat, start, parameter)
+            for name, start, parameter in zip(
+                self.names, self.layout.starts, self.parameters, strict=True
+            )
+        }
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            parameter.data = self._views[name]
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(
                 self.master[piece.start : piece.start + piece.numel],
@@ -209,13 +215,38 @@ class Unit:
         and writing back never costs a master its precision.
         """
         versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions:
+        if versions == self._versions and not self._is_repointed():
             return
-        self._versions = versions
         self.take_values()
+        self._versions = versions
+
+    def _is_repointed(self) -> bool:
+        """Whether somebody has given a parameter other memory (`p.data = ...`)."""
+        base, itemsize = self.flat.data_ptr(), self.flat.itemsize
+        return any(
+            parameter.data_ptr() != base + start * itemsize
+            for start, parameter in zip(self.layout.starts, self.parameters, strict=True)
+            if parameter.numel()
+        )
+
+    def _take_back(self) -> None:
+        """Parameters with memory of their own: their values go into the flat buffer, they too."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.dtype != self.flat.dtype or parameter.device != self.flat.device:
+                raise ShardingError(
+                    f"parameter {name} was moved to {parameter.dtype} on {parameter.device} after "
+                    f"shard, which laid it out in {self.flat.dtype} on {self.flat.device}: convert "
+                    "the model before shard, or say precision=... there"
+                )
+            view = self._views[name]
+            if parameter.numel() and parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
 
     def take_values(self) -> None:
         """Make the master hold the values of the gathered flat buffer."""
+        if self._is_repointed():
+            self._take_back()
         if self.master is self.own:
             return
         changed = self.own != self.master.to(self.own.dtype)
