@@ -108,6 +108,8 @@ class Backward:
         Were it to wait for gradients that never come on this rank, a rank that has them would
         wait for this one, and this one for its slices.
         """
+        if not self._accumulates:
+            return
         schedule = self._engine.schedule
         is_foreseen = not schedule.is_recording and unit not in schedule.upcoming()
         if unit.gradients is not None and (is_foreseen or not unit.open_calls):
