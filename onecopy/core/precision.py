@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -53,7 +54,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return type(value)({key: cast_floating(item, dtype) for key, item in value.items()})
+        # Copied, not built anew: dict subclasses take other arguments.
+        cast = copy.copy(value)
+        for key, item in value.items():
+            cast[key] = cast_floating(item, dtype)
+        return cast
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_floating(item, dtype) for item in value))
     if isinstance(value, list | tuple):
