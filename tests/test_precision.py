@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 
 import pytest
@@ -52,7 +52,7 @@ class Pair:
 Point = namedtuple("Point", "x y")
 
 
-class Named(OrderedDict):  # type: ignore[type-arg]
+class Named(dict):  # type: ignore[type-arg]
     """A dict that is built from other arguments, as Hugging Face's outputs are."""
 
     def __init__(self, name: str) -> None:
