@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from onecopy.core.stages import STAGES, Stage
 from onecopy.errors import ConfigError
+from onecopy.report.states import StateBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +33,6 @@ class ElementWidths:
 FP32 = ElementWidths()
 BF16 = ElementWidths(compute=2)
 ADAM_STATES_WITH_MASTER = 12  # the paper's K: fp32 master, momentum, variance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes of model states that one rank holds after a backward and before the step."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """The sum of the three, in bytes."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onecopy import handle
+from onecopy.report.states import StateBytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
 
 __all__ = ["StateBytes", "measure", "padded_numel"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes on this rank: parameters with their masters, gradients, optimizer states."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """All model states."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:

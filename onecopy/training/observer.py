@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from onecopy.comm.values import over_ranks
 from onecopy.events import add_sink
-from onecopy.planner import estimate
 from onecopy.report import memory
 from onecopy.report.counters import BytesCounter
 from onecopy.report.progress import ProgressLine, Status
+from onecopy.report.states import StateBytes
 from onecopy.training import data
 from onecopy.training.data import Shard
 from onecopy.training.options import TrainOptions
@@ -34,7 +34,7 @@ class Observed:
     """The measurements of a run, equal on all ranks."""
 
     held_out_bits: dict[int, float]  # bits per byte by the number of steps done
-    memory: estimate.StateBytes  # of the rank that holds most, in the second step
+    memory: StateBytes  # of the rank that holds most, in the second step
     bytes_per_step: dict[str, float]  # sent by a rank, by kind of event
     tokens_per_second: float  # of all ranks together, without evaluations
     seconds: float
@@ -65,7 +65,7 @@ class Observer:
         self._started = time.monotonic()
         self._evaluation_seconds = 0.0
         self._held_out_bits: dict[int, float] = {}
-        self._memory: estimate.StateBytes | None = None
+        self._memory: StateBytes | None = None
         self._bytes_per_step: dict[str, float] = {}
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
@@ -75,7 +75,7 @@ class Observer:
             held = memory.measure(self._model, optimizer)
             counts = [held.parameters, held.gradients, held.optimizer]
             most = self._over_ranks(counts, maximum=True)
-            self._memory = estimate.StateBytes(
+            self._memory = StateBytes(
                 parameters=int(most[0]), gradients=int(most[1]), optimizer=int(most[2])
             )
 

@@ -26,6 +26,7 @@ from onecopy.planner import estimate
 from onecopy.report import memory, tables
 from onecopy.report.jsonl import JsonLines, path_of_rank
 from onecopy.report.progress import ProgressLine, count, duration
+from onecopy.report.states import StateBytes
 from onecopy.training import data
 from onecopy.training.data import Corpus, Shard
 from onecopy.training.model import GPT, GPTConfig, generate
@@ -43,7 +44,7 @@ class TrainResult:
     unigram_bits: float
     num_parameters: int  # of the model
     padded_numel: int  # with the padding of its flat buffers
-    memory: estimate.StateBytes  # of the rank that holds most
+    memory: StateBytes  # of the rank that holds most
     bytes_per_step: dict[str, float]  # sent by a rank, by kind of event
     tokens_per_second: float  # of all ranks together
     seconds: float
