@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import onecopy
 import onecopy.handle
@@ -318,3 +319,22 @@ def unsharded() -> bool:
 def test_unshard_after_a_backward(pool: Pool) -> None:
     """The plain model trains on."""
     assert pool.run(2, unsharded) == [True, True]
+
+
+def whole_model_checkpointed(reentrant: bool) -> bool:
+    """bf16 under a checkpoint around the model: the recomputation casts its inputs too."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=3, precision="bf16")
+    for _ in range(2):
+        inputs = X.clone().requires_grad_()
+        checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_bf16_inputs_are_cast_in_recomputation(pool: Pool, reentrant: bool) -> None:
+    """Else the recomputed forward would mix dtypes."""
+    assert pool.run(2, whole_model_checkpointed, reentrant) == [True, True]

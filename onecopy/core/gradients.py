@@ -103,11 +103,6 @@ class Gradients:
                 return base
         return None
 
-    @property
-    def in_flight(self) -> bool:
-        """A reduce is under way."""
-        return self._pending is not None
-
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take the gradient of parameter `index`; a second one in the same reduce is added.
 

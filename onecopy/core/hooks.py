@@ -83,24 +83,28 @@ class Hooks(NotCopied):
     def _before_forward(
         self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        """Gather the module's units. In backward this is the forward of a recomputation."""
+        """Gather the module's units, and cast the inputs of the root."""
         engine = self._engine
         if _in_backward():
-            self._backward.before_recomputation(units)
+            self._before_recomputation(units, module)
+        else:
+            if not self._stack:
+                self._begin(module)
+            self._stack.append(module)
             if engine.stage.releases and torch.is_grad_enabled():
-                self.saved.enter_recomputation(module)
-            return None
-        if not self._stack:
-            self._begin(module)
-        self._stack.append(module)
-        if engine.stage.releases and torch.is_grad_enabled():
-            self.saved.enter(module)
-        for unit in units:
-            engine.note_use(unit)
-            engine.demand(unit)
+                self.saved.enter(module)
+            for unit in units:
+                engine.note_use(unit)
+                engine.demand(unit)
         if module is engine.model and self._cast_dtype is not None:
             return cast_floating(args, self._cast_dtype), cast_floating(kwargs, self._cast_dtype)
         return None
+
+    def _before_recomputation(self, units: tuple[Unit, ...], module: nn.Module) -> None:
+        """A forward within backward (checkpointing)."""
+        self._backward.before_recomputation(units)
+        if self._engine.stage.releases and torch.is_grad_enabled():
+            self.saved.enter_recomputation(module)
 
     def _after_forward(
         self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any, output: Any

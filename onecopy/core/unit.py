@@ -201,13 +201,6 @@ class Unit:
         elif self.master is not self.own:
             self.own.copy_(self.master)
 
-    def abort(self) -> None:
-        """Back to rest after an exception; transfers under way are waited for."""
-        if self.state is UnitState.GATHERING:
-            self.finish_gather()
-        if self.state is UnitState.GATHERED and self._stage.releases:
-            self._drop_values()
-
     def keep_changes(self) -> None:
         """Take over into the master what was written into the gathered parameters since.
 
