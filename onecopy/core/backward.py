@@ -311,6 +311,7 @@ class Backward:
                 self._finish_all(keep=False)
             for gradients in engine.gradients:
                 gradients.clear(keep_means=not gradients.is_fresh)
+                gradients.expect_all()
         engine.schedule.end(failed=True)
         engine.rest()
         engine.events.phase = "api"

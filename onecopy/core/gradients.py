@@ -222,12 +222,15 @@ class Gradients:
         self._filled.clear()
         self._carried.clear()
         self._arrived.clear()
-        self._expected = self._all
         self.carry = None
         self._free_buffer()
         if not keep_means:
             for piece in self.unit.pieces.values():
                 piece.grad = None
+
+    def expect_all(self) -> None:
+        """After a backward that failed: what came in it says nothing of what comes next."""
+        self._expected = self._all
 
     # Details ----------------------------------------------------------------------------------
 

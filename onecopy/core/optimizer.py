@@ -255,7 +255,7 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
         return
     type(binding.optimizer).zero_grad(binding.optimizer, set_to_none)
     for unit in binding.units:
-        if unit.gradients is not None:
+        if unit.gradients is not None and unit.gradients.has_local:
             unit.gradients.clear(keep_means=True)
     if set_to_none:
         for engine, _ in binding.engines:
