@@ -99,6 +99,7 @@ def shard(
     models: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
     optimizers = _as_list(optimizer)
     _check_arguments(models, optimizers)
+    models = [handle.inner(one) for one in models]
     sharded = [one for one in models if handle.find(one) is not None]
     if not sharded:
         _check_modules(models)
@@ -125,6 +126,7 @@ def unshard(model: Models) -> Models:
         ShardingError: a model is not sharded, or shares an optimizer with one that was not passed.
     """
     models: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+    models = [handle.inner(one) for one in models]
     owners: list[Handle] = [handle.of(one) for one in models]
     bindings = list({id(one): one for owner in owners for one in owner.bindings}.values())
     engines = [owner.engine for owner in owners]

@@ -9,14 +9,23 @@ from onecopy.errors import ShardingError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ATTRIBUTE", "NotCopied", "find", "of"]
+__all__ = ["ATTRIBUTE", "NotCopied", "find", "inner", "of"]
 
 ATTRIBUTE = "_onecopy"
 
 
+def inner(model: nn.Module) -> nn.Module:
+    """The module itself, where `torch.compile` has put wrappers around it."""
+    while True:
+        found = model._modules.get("_orig_mod")
+        if found is None:
+            return model
+        model = found
+
+
 def find(model: nn.Module) -> Any | None:
     """The handle of a sharded model, or None."""
-    return vars(model).get(ATTRIBUTE)
+    return vars(inner(model)).get(ATTRIBUTE)
 
 
 def of(model: nn.Module) -> Any:

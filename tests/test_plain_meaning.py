@@ -90,6 +90,25 @@ def zero_grad_after_no_sync(model: Model, optimizer: Optimizer) -> None:
     _step(model, optimizer)
 
 
+def cleared_by_hand(model: Model, optimizer: Optimizer) -> None:
+    """A gradient set to None, or cleared by a module around or inside, is gone."""
+    clear: list[Callable[[], Any]] = [
+        lambda: [setattr(parameter, "grad", None) for parameter in model.parameters()],
+        nn.ModuleList([model]).zero_grad,
+        lambda: nn.ModuleList([model]).zero_grad(set_to_none=False),
+        model[1].zero_grad,
+        lambda: setattr(model[0].weight, "grad", None),
+    ]
+    for clear_some in clear:
+        model(X).sum().backward()
+        clear_some()
+        model(2 * X).sum().backward()
+        optimizer.step()
+        clear_some()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def step_inside_no_sync(model: Model, optimizer: Optimizer) -> None:
     """The step uses the gradients that are there."""
     with _local(model):
@@ -155,6 +174,7 @@ SCRIPTS: dict[str, Callable[[Model, Optimizer], None]] = {
         frozen_in_mid_run,
         used_from_some_step_on,
         zero_grad_after_no_sync,
+        cleared_by_hand,
         step_inside_no_sync,
         failed_backward_between,
         new_memory,

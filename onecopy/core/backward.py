@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
+from onecopy.core.compiling import not_compiled
+
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.gradients import Gradients
@@ -69,6 +71,7 @@ class Backward:
 
     # Moments ----------------------------------------------------------------------------------
 
+    @not_compiled
     def before_call(self, call: Call, _: Any = None) -> None:
         """A gradient has reached an output of one call of a module."""
         for unit in call.units:
@@ -185,6 +188,7 @@ class Backward:
         alike = bool(used) and all(other == proposal for other in proposals)
         self._order = used if alike else engine.gradients[::-1]
 
+    @not_compiled
     def _leave(self, task: int) -> None:
         """Callback at the end of a graph task; the outermost one's is the end of the backward."""
         if task not in self._tasks:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from onecopy.core.backward import Call
+from onecopy.core.compiling import not_compiled
 from onecopy.core.precision import DTYPES, cast_floating
 from onecopy.core.saved_tensors import SavedTensors
 from onecopy.errors import OneCopyError
@@ -80,6 +81,7 @@ class Hooks(NotCopied):
 
     # Forward ----------------------------------------------------------------------------------
 
+    @not_compiled
     def _before_forward(
         self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
@@ -106,6 +108,7 @@ class Hooks(NotCopied):
         if self._engine.stage.releases and torch.is_grad_enabled():
             self.saved.enter_recomputation(module)
 
+    @not_compiled
     def _after_forward(
         self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
@@ -170,6 +173,7 @@ class Hooks(NotCopied):
                 node.register_prehook(hook)
 
 
+@not_compiled
 def _gradient_arrived(
     backward: weakref.ref[Backward],
     gradients: weakref.ref[Gradients],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from onecopy.core.compiling import not_compiled
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class Binding:
 
     # Step -------------------------------------------------------------------------------------
 
+    @not_compiled
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -239,6 +241,7 @@ class Binding:
             clipped = [e for e, _ in self.engines if e.config.max_grad_norm == limit]
             clip_gradients(clipped, limit)
 
+    @not_compiled
     def _after_step(self, *_: Any) -> None:
         """Changed slices become visible: at once where they stay, by a refresh where not."""
         with torch.no_grad():
@@ -248,6 +251,7 @@ class Binding:
                 engine.events.phase = "api"
 
 
+@not_compiled
 def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> None:
     """`optimizer.zero_grad()`: the pieces' gradients, and what this rank keeps beside them."""
     binding = reference()
@@ -309,6 +313,7 @@ def refuse_unattached(
     Such a step would find no gradients and leave the model as it is, silently.
     """
 
+    @not_compiled
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         engine = reference()
         if engine is None or is_attached(optimizer):

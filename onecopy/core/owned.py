@@ -163,7 +163,7 @@ class OwnedGradients:
             for number, parameter in enumerate(self._parameters)
         ]
         self._norms: dict[float, torch.Tensor] = {}
-        self._are_shown = False
+        self._shown: list[int] = []
 
     def show(self) -> None:
         """After a reduce: every trainable parameter has a gradient to measure and to scale.
@@ -171,11 +171,12 @@ class OwnedGradients:
         Also one that got none: ranks need not know of one another's, and its norm is zero.
         """
         self._norms.clear()
-        self._are_shown = True
+        self._shown = []
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
+            for number, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
-                    parameter.grad = stand_in
+                    parameter.grad = self._stand_ins[number]
+                    self._shown.append(number)
 
     def hide(self, units: Collection[Unit] | None = None) -> None:
         """Before autograd accumulates again, which would fail on a stand-in; or zero_grad.
@@ -183,17 +184,27 @@ class OwnedGradients:
         Args:
             units: only those of these units; None for all.
         """
-        if not self._are_shown:
+        if not self._shown:
             return
-        self._are_shown = units is not None
+        self.notice_cleared()
         self._norms.clear()
+        hidden = [one for one in self._shown if units is None or self._units[one] in units]
+        self._shown = sorted(set(self._shown) - set(hidden))
         with torch._C.DisableTorchFunctionSubclass():
-            for number, stand_in in enumerate(self._stand_ins):
-                parameter = self._parameters[number]
-                if units is not None and self._units[number] not in units:
-                    continue
-                if parameter.grad is stand_in:
-                    parameter.grad = None
+            for number in hidden:
+                if self._parameters[number].grad is self._stand_ins[number]:
+                    self._parameters[number].grad = None
+
+    def notice_cleared(self) -> None:
+        """`p.grad = None` by the user means here, too, that the gradient is gone.
+
+        So does `zero_grad()` of a part of the model, or of a module around it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self._shown:
+                piece = self._pieces[number]
+                if piece is not None and self._parameters[number].grad is None:
+                    piece.grad = None
 
     def check(self) -> None:
         """Before a step: gradients must have come by `backward`.
@@ -202,6 +213,7 @@ class OwnedGradients:
             ShardingError: somebody has put a gradient of his own into `param.grad`; a step would
                 not see it.
         """
+        self.notice_cleared()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
                 gradient = parameter.grad
@@ -242,6 +254,7 @@ class OwnedGradients:
 
     def norms(self, order: float) -> torch.Tensor:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""
+        self.notice_cleared()
         infinite = order == float("inf")
         device = self._parameters[0].device
         is_double = any(one.dtype == torch.float64 for one in self._parameters)

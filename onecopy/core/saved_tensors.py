@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from onecopy.core.compiling import not_compiled
 from onecopy.core.unit import UnitState
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class _Net:
         self._saved = saved
         self._outer = outer
 
+    @not_compiled
     def pack(self, tensor: torch.Tensor) -> _Packed:
         unit = self._saved.unit_of(tensor)
         if self._outer is not None:
@@ -120,6 +122,7 @@ class _Net:
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
         return _Packed(kept, tensor._version, unit)
 
+    @not_compiled
     def unpack(self, packed: _Packed) -> torch.Tensor:
         kept, version, unit = packed
         tensor: torch.Tensor = kept if self._outer is None else self._outer[1](kept)
