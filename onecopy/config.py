@@ -1,21 +1,24 @@
 """Config and its policies: frozen dataclasses, validated with errors that read like advice.
 
 Free of torch, so that commands and planners can read a configuration without loading it. Dtypes
-are therefore names ("fp32", "bf16"); `core/precision.py` turns them into torch dtypes.
+are therefore names ("fp32", "bf16", "fp16"); `core/precision.py` turns them into torch dtypes.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from onecopy.errors import ConfigError
 
-__all__ = ["Config", "Precision"]
+__all__ = ["BATCH_NORMS", "Config", "Precision"]
 
-DTYPE_NAMES = ("fp32", "bf16")
+DTYPE_NAMES = ("fp32", "bf16", "fp16")
+# Their running statistics are fp32 buffers.
+BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 STAGES = (0, 1, 2, 3)
 SAVED_TENSORS = ("auto", "always")
 
@@ -24,14 +27,19 @@ SAVED_TENSORS = ("auto", "always")
 class Precision:
     """Which dtype serves where.
 
-    compute: dtype of the parameters that forward and backward see, "fp32" or "bf16"; None keeps
-        each parameter's own.
+    compute: dtype of the parameters that forward and backward see, "fp32", "bf16" or "fp16"; None
+        keeps each parameter's own.
     reduce: dtype of gradients on the wire; None means the compute dtype. Whatever it is, sums are
         made in fp32.
-    keep_fp32: modules whose parameters stay in fp32 under a lower compute dtype, by class name.
-        Batch norms are kept by default: their running statistics are fp32 buffers. Such a module
-        still gets inputs in the compute dtype, so name only ones that can mix dtypes.
+    keep_fp32: modules that stay in fp32 under a lower compute dtype, by class name or by module
+        name, shell patterns allowed ("RMSNorm", "layers.*.router"), with all that is inside them.
+        Their floating-point inputs are cast to fp32 and their outputs back. Batch norms are kept
+        by default, and what a Hugging Face model lists as to be kept.
     cast_inputs: cast floating-point inputs of the sharded model to the compute dtype.
+    cast_outputs: cast its floating-point outputs to this dtype; None leaves them as they are
+        computed, except that fp16 becomes fp32: gradients are then scaled before they are fp16.
+    loss_scale: a fixed factor on fp16 gradients, 1.0 to switch scaling off; None finds it
+        (see `core/loss_scale.py`). The loop need not know of it.
 
     The slice that the optimizer updates (the master) and the gradients that accumulate are fp32
     wherever the compute dtype is lower (mixed precision as in Micikevicius et al., ICLR 2018).
@@ -39,12 +47,21 @@ class Precision:
 
     compute: str | None = None
     reduce: str | None = None
-    keep_fp32: tuple[str, ...] = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+    keep_fp32: tuple[str, ...] = BATCH_NORMS
     cast_inputs: bool = True
+    cast_outputs: str | None = None
+    loss_scale: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("precision.compute", self.compute, (*DTYPE_NAMES, None))
         _check_choice("precision.reduce", self.reduce, (*DTYPE_NAMES, None))
+        _check_choice("precision.cast_outputs", self.cast_outputs, (*DTYPE_NAMES, None))
+        object.__setattr__(self, "keep_fp32", _names("precision.keep_fp32", self.keep_fp32))
+        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
+            raise ConfigError(
+                f"precision.loss_scale={self.loss_scale}: give a positive factor, 1.0 for no "
+                "scaling, or None to let it be found"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +70,7 @@ class Config:
 
     stage: 0 keeps every state whole on every rank (plain data parallel), 1 cuts optimizer states,
         2 also gradients, 3 also parameters (Rajbhandari et al. 2020, sections 5 and 7).
-    precision: "fp32", "bf16" or a `Precision`; None keeps the parameters' own dtypes.
+    precision: "fp32", "bf16", "fp16" or a `Precision`; None keeps the parameters' own dtypes.
     units: names of the modules to gather as one unit each, shell patterns allowed
         ("encoder.layers.*"); None finds the repeated blocks by itself.
     prefetch_bytes: how many bytes of units may be gathered ahead of their use; None means one
@@ -79,10 +96,8 @@ class Config:
         if isinstance(self.precision, str):
             _check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))
-        if isinstance(self.units, str):
-            raise ConfigError(f"units={self.units!r}: give a tuple of names, ({self.units!r},)")
         if self.units is not None:
-            object.__setattr__(self, "units", tuple(self.units))
+            object.__setattr__(self, "units", _names("units", self.units))
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise ConfigError(
                 f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "
@@ -92,6 +107,11 @@ class Config:
             raise ConfigError(
                 f"max_grad_norm={self.max_grad_norm}: give a positive norm, or None for no clipping"
             )
+
+    @property
+    def precision_policy(self) -> Precision:
+        """`precision` as an object; without one, everything keeps its own dtype."""
+        return self.precision if isinstance(self.precision, Precision) else Precision()
 
     @classmethod
     def make(cls, config: Config | None, settings: Mapping[str, Any]) -> Config:
@@ -115,6 +135,12 @@ class Config:
             )
         base = {} if config is None else {name: getattr(config, name) for name in known}
         return cls(**{**base, **settings})
+
+
+def _names(setting: str, value: tuple[str, ...] | str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ConfigError(f"{setting}={value!r}: give a tuple of names, ({value!r},)")
+    return tuple(value)
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Events", "Kind", "Sink", "add_sink"]
 
-Kind = Literal["gather", "release", "reduce", "refresh", "wait", "step", "agree"]
+Kind = Literal["gather", "release", "reduce", "refresh", "wait", "step", "skip", "scale", "agree"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,15 @@ class Event:
 
     kind: gather (a unit's values are being collected), release, reduce (a unit's gradients are
         being summed to their owners), refresh (values of updated slices travel), wait (this rank
-        was blocked until a transfer ended), step (one optimizer step), agree (ranks compared
-        what they want next).
+        was blocked until a transfer ended), step (one optimizer step), skip (a step that was not
+        made, because gradients had overflowed), scale (the loss scale has changed), agree (ranks
+        compared what they want next).
     unit: name of the unit; empty where no single unit is meant.
     phase: forward, backward, step or api: the moment of the training step.
     num_bytes: bytes that this rank sends; 0 for local events.
     group: shard or replica, the group the bytes travel in; empty for local events.
     seconds: time that this rank was blocked (wait only).
+    value: the loss scale from now on (scale only).
     """
 
     kind: Kind
@@ -41,6 +43,7 @@ class Event:
     num_bytes: int = 0
     group: str = ""
     seconds: float = 0.0
+    value: float = 0.0
 
 
 Sink = Callable[[Event], Any]
@@ -63,6 +66,7 @@ class Events:
         num_bytes: int = 0,
         group: str = "",
         seconds: float = 0.0,
+        value: float = 0.0,
     ) -> None:
         """Hand one event to every sink, in the order in which the sinks were added."""
         if not self.sinks:
@@ -74,6 +78,7 @@ class Events:
             num_bytes=num_bytes,
             group=group,
             seconds=seconds,
+            value=value,
         )
         for sink in self.sinks:
             sink(event)

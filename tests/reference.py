@@ -31,6 +31,7 @@ class Result:
     buffers: list[dict[str, Tensor]]  # of each rank
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)  # of each step, reduced
     norms: list[float] = field(default_factory=list)  # before clipping, where it was asked for
+    scales: list[float] = field(default_factory=list)  # of the loss, after each step
 
 
 def train(  # noqa: PLR0913 - the options of a run, each with a default
@@ -41,6 +42,9 @@ def train(  # noqa: PLR0913 - the options of a run, each with a default
     no_sync: bool = False,
     precision: str = "fp32",
     max_grad_norm: float | None = None,
+    loss_scale: float = 1.0,
+    keep: Sequence[str] = (),
+    keep_casts: bool = True,
     loss: Callable[[nn.Module, Batch], Tensor] = model_loss,
 ) -> Result:
     """Train on `batches[step][rank][backward]`, see `models.batches`; return losses and parameters.
@@ -48,41 +52,73 @@ def train(  # noqa: PLR0913 - the options of a run, each with a default
     `make_optimizer(model)` is given the master model, in the dtype that `build` makes. In
     `precision` bf16 or fp16 a copy in that dtype computes, and floating inputs are cast for it.
     With `no_sync` a rank adds up its own micro-batches' gradients before the ranks' are added;
-    else every backward's are added over the ranks first. fp16 is not scaled.
+    else every backward's are added over the ranks first. Losses are multiplied by `loss_scale`; a
+    step whose gradients overflow is not made, and halves it. Modules whose class or own name is in
+    `keep` compute in fp32; with `keep_casts` their inputs and outputs are cast for them.
     """
     master = build()
     dtype = COMPUTE_DTYPE[precision]
-    compute = master if dtype is torch.float32 else copy.deepcopy(master).to(dtype)
+    compute = master if dtype is torch.float32 else _lowered(master, dtype, keep, keep_casts)
     optimizer = make_optimizer(master)
     buffers = [_copy_buffers(compute) for _ in batches[0]]
     result = Result([], {}, buffers)
     for step_batches in batches:
         if compute is not master:
             _copy_values(master, compute)
-        losses, reduced = _backward_all(compute, step_batches, buffers, loss, no_sync, dtype)
+        scaled = _scaled(loss, loss_scale)
+        losses, reduced = _backward_all(compute, step_batches, buffers, scaled, no_sync, dtype)
         result.losses.append(losses)
         for parameter, grad in zip(master.parameters(), reduced, strict=True):
-            parameter.grad = None if grad is None else grad.to(parameter.dtype)
+            parameter.grad = None if grad is None else grad.to(parameter.dtype) / loss_scale
         result.grads.append(
             {
                 name: None if p.grad is None else p.grad.clone()
                 for name, p in master.named_parameters()
             }
         )
-        if max_grad_norm is not None:
+        if not all(p.grad.isfinite().all() for p in master.parameters() if p.grad is not None):
+            loss_scale /= 2
+            optimizer.zero_grad()
+        elif max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(master.parameters(), max_grad_norm)
             result.norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
+        result.scales.append(loss_scale)
     result.parameters = {name: p.detach().clone() for name, p in master.named_parameters()}
     return result
+
+
+def _lowered(master: nn.Module, dtype: torch.dtype, keep: Sequence[str], casts: bool) -> nn.Module:
+    """A copy that computes in `dtype`, but for the modules to keep and the buffers."""
+    model = copy.deepcopy(master)
+    for name, module in model.named_modules():
+        if {type(module).__name__, name.rpartition(".")[2]}.isdisjoint(keep):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+        elif casts:
+            module.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
+            module.register_forward_hook(lambda _, args, output: output.to(dtype))
+    return model
+
+
+def _scaled(
+    loss: Callable[[nn.Module, Batch], Tensor], scale: float
+) -> Callable[[nn.Module, Batch], tuple[float, Tensor]]:
+    """The loss to report, and the one to run backward from."""
+
+    def both(model: nn.Module, batch: Batch) -> tuple[float, Tensor]:
+        value = loss(model, batch)
+        return value.item(), value * scale
+
+    return both
 
 
 def _backward_all(
     model: nn.Module,
     step_batches: Sequence[Sequence[Batch]],
     buffers: list[dict[str, Tensor]],
-    loss: Callable[[nn.Module, Batch], Tensor],
+    loss: Callable[[nn.Module, Batch], tuple[float, Tensor]],
     no_sync: bool,
     dtype: torch.dtype,
 ) -> tuple[list[list[float]], Grads]:
@@ -96,12 +132,21 @@ def _backward_all(
         per_rank = []
         for rank in ranks:
             _set_buffers(model, buffers[rank])
+            local: Grads = [None for _ in model.parameters()]
             for micro in rounds:
-                value = loss(model, _cast(step_batches[rank][micro], dtype))
-                value.backward()
-                losses[rank].append(value.item())
+                value, root = loss(model, _cast(step_batches[rank][micro], dtype))
+                root.backward()
+                losses[rank].append(value)
+                # In fp32; what travels has the dtype of the model again.
+                grads = [None if g is None else g.float() for g in _take_grads(model)]
+                local = [_add(old, new) for old, new in zip(local, grads, strict=True)]
             buffers[rank] = _copy_buffers(model)
-            per_rank.append(_take_grads(model))
+            per_rank.append(
+                [
+                    None if grad is None else grad.to(parameter.dtype)
+                    for grad, parameter in zip(local, model.parameters(), strict=True)
+                ]
+            )
         total = [_add(old, new) for old, new in zip(total, _reduce(per_rank), strict=True)]
     return losses, total
 

@@ -1,17 +1,29 @@
-"""Dtypes of parameters, and casting of nested inputs."""
+"""Dtypes of parameters, modules kept in fp32, casts at the border, masters in state dicts."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import onecopy
 from onecopy.config import Precision
+from onecopy.core.kept import kept_parameters
 from onecopy.core.precision import Dtypes, cast_floating, dtypes_of
+from onecopy.errors import ConfigError
+from tests import hf_models, models, reference
+from tests.pool import Pool
+from tests.runs import OPTIMIZERS, Plan, full_values, train
 
-FP32, BF16, FP64, INT = torch.float32, torch.bfloat16, torch.float64, torch.int64
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP64, INT = torch.float64, torch.int64
+STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +32,11 @@ FP32, BF16, FP64, INT = torch.float32, torch.bfloat16, torch.float64, torch.int6
         (FP32, True, None, Dtypes(FP32, FP32, FP32)),
         (FP64, True, None, Dtypes(FP64, FP64, FP64)),
         (BF16, True, None, Dtypes(BF16, BF16, FP32)),
+        (FP16, True, None, Dtypes(FP16, FP16, FP32)),
         (BF16, False, None, Dtypes(BF16, BF16, BF16)),
         (FP32, True, Precision(compute="bf16"), Dtypes(BF16, BF16, FP32)),
+        (FP32, True, Precision(compute="fp16"), Dtypes(FP16, FP16, FP32)),
+        (BF16, True, Precision(compute="fp32"), Dtypes(FP32, FP32, FP32)),
         (FP32, True, Precision(compute="bf16", reduce="fp32"), Dtypes(BF16, FP32, FP32)),
         (INT, False, Precision(compute="bf16"), Dtypes(INT, INT, INT)),
     ],
@@ -31,14 +46,219 @@ def test_dtypes(
 ) -> None:
     """Masters are fp32 wherever a trainable parameter computes lower."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=own), requires_grad=trainable)
-    assert dtypes_of(parameter, "Linear", precision) == expected
+    assert dtypes_of(parameter, precision) == expected
 
 
-def test_named_modules_stay_in_fp32() -> None:
-    """By class name, whatever the compute dtype."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    precision = Precision(compute="bf16")
-    assert dtypes_of(parameter, "BatchNorm2d", precision).compute == FP32
+# Kept modules ---------------------------------------------------------------------------------
+
+
+def kept_names(model: nn.Module, precision: Precision) -> set[str]:
+    kept = kept_parameters(model, precision)
+    return {name for name, parameter in model.named_parameters() if id(parameter) in kept}
+
+
+def test_modules_are_kept_by_class_by_base_class_and_by_name() -> None:
+    """With all that is inside them; batch norms without being asked for."""
+
+    class OwnNorm(nn.LayerNorm):
+        """A user's."""
+
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = nn.Sequential(OwnNorm(2), inner, nn.Linear(2, 2))
+    bf16 = partial(Precision, compute="bf16")
+    norm = {"1.1.weight", "1.1.bias"}
+    assert kept_names(model, bf16()) == norm
+    assert kept_names(model, bf16(keep_fp32=("LayerNorm",))) == {"0.weight", "0.bias"}
+    assert kept_names(model, bf16(keep_fp32=("*Norm",))) == norm | {"0.weight", "0.bias"}
+    assert kept_names(model, bf16(keep_fp32=("1",))) == norm | {"1.0.weight", "1.0.bias"}
+    assert kept_names(model, bf16(keep_fp32=("1.*",))) == norm | {"1.0.weight", "1.0.bias"}
+    assert kept_names(model, Precision()) == set()
+    assert kept_names(model, Precision(compute="fp32")) == set()
+
+
+def test_names_that_keep_nothing_are_answered() -> None:
+    """A typing error would lose precision without a word."""
+    model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="Did you mean 'LayerNorm'"):
+        kept_parameters(model, Precision(compute="bf16", keep_fp32=("LayerNrom",)))
+    with pytest.raises(ConfigError, match=r"give a tuple of names, \('LayerNorm',\)"):
+        Precision(keep_fp32="LayerNorm")  # type: ignore[arg-type]
+    tied = models.build("tied")
+    with pytest.raises(ConfigError, match=r"tokens\.weight of a module that computes in bf16"):
+        kept_parameters(tied, Precision(compute="bf16", keep_fp32=("head",)))
+
+
+def test_lists_of_hugging_face() -> None:
+    """The plain list holds for fp16 alone, the strict one for bf16 too, wherever the model is."""
+    pytest.importorskip("transformers", reason="pip install 'onecopy[test]'")
+    model = nn.ModuleDict({"t5": hf_models.t5()})
+    wo = {name for name, _ in model.named_parameters() if ".wo." in name}
+    assert wo and kept_names(model, Precision(compute="fp16")) == wo
+    assert kept_names(model, Precision(compute="bf16")) == set()
+    model["t5"]._keep_in_fp32_modules_strict = {"lm_head", "block.*.q.weight"}
+    strict = {"t5.shared.weight"}  # tied to the head
+    strict |= {name for name, _ in model.named_parameters() if name.endswith(".q.weight")}
+    assert kept_names(model, Precision(compute="bf16")) == strict
+
+
+class Router(nn.Module):
+    """Picks from two experts by the probabilities of a small linear module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        return sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Kept(nn.Module):
+    """One module of each kind that is often kept in fp32, in blocks."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), Router(width), nn.RMSNorm(width), nn.BatchNorm1d(width)
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+KEPT = ("LayerNorm", "RMSNorm", "gate", "BatchNorm1d")
+
+
+def kept_loss(model: nn.Module, batch: models.Batch) -> Tensor:
+    x = batch.tensors["x"].repeat(3, 1)
+    return model(x).float().square().mean()
+
+
+def train_kept(stage: int, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Kept()
+    optimizer = OPTIMIZERS["momentum"](model)
+    keep = tuple(name if name != "gate" else "*.gate" for name in KEPT)
+    policy = Precision(compute=precision, keep_fp32=keep)
+    onecopy.shard(model, optimizer, stage=stage, precision=policy)
+    seen: dict[str, set[torch.dtype]] = {}
+    for module in model.modules():
+        module.register_forward_hook(
+            lambda module, args, out: seen.setdefault(type(module).__name__, set()).add(
+                module.weight.dtype if hasattr(module, "weight") else FP32
+            )
+        )
+    losses = []
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        loss = kept_loss(model, models.batch("unused", step, rank))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen["LayerNorm"] == seen["RMSNorm"] == seen["BatchNorm1d"] == {FP32}
+    assert {FP32, torch.float16 if precision == "fp16" else BF16} == seen["Linear"]
+    return losses, full_values(model)
+
+
+def build_kept() -> nn.Module:
+    torch.manual_seed(0)
+    return Kept()
+
+
+@pytest.mark.sampled(
+    "world, stage, precision",
+    list(itertools.product((1, 2, 3), (1, 2, 3), ("bf16", "fp16"))),
+    4,
+    always=[(2, 3, "bf16"), (2, 3, "fp16")],
+)
+def test_kept_modules_train(pool: Pool, world: int, stage: int, precision: str) -> None:
+    """LayerNorm, RMSNorm, a router and BatchNorm in fp32 between modules that compute lower."""
+    runs = pool.run(world, train_kept, stage, precision)
+    expected = reference.train(
+        build_kept,
+        models.batches("unused", 3, world),
+        OPTIMIZERS["momentum"],
+        precision=precision,
+        loss_scale=2.0**16 if precision == "fp16" else 1.0,
+        keep=KEPT,
+        loss=kept_loss,
+    )
+    for rank, (losses, values) in enumerate(runs):
+        assert losses == [step[rank][0] for step in expected.losses]
+        for name, value in expected.parameters.items():
+            assert torch.equal(values[name], value), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_t5_in_fp16(pool: Pool, stage: int) -> None:
+    """Its `wo` stays in fp32 because its list says so, and its own code casts for it."""
+    pytest.importorskip("transformers", reason="pip install 'onecopy[test]'")
+    plan = Plan(name="hf_t5", stage=stage, optimizer="sgd", settings={"precision": "fp16"})
+    runs = pool.run(2, train, plan, timeout=120)
+    expected = reference.train(
+        partial(models.build, "hf_t5"),
+        models.batches("hf_t5", 3, 2),
+        OPTIMIZERS["sgd"],
+        precision="fp16",
+        loss_scale=2.0**16,
+        keep=("wo",),
+        keep_casts=False,
+    )
+    for rank, run in enumerate(runs):
+        assert run.losses == [step[rank] for step in expected.losses]
+        for name, value in expected.parameters.items():
+            assert torch.equal(run.parameters[name], value), name
+
+
+# Borders --------------------------------------------------------------------------------------
+
+
+class WithBuffers(nn.Module):
+    """Buffers that must not lose precision, and one that the model computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.tensor([1.0001, 2.0003]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.linear(x), "f": self.frequencies * 2, "n": self.count + 1}
+
+
+def outputs(settings: dict[str, Any]) -> dict[str, torch.dtype]:
+    model = WithBuffers()
+    onecopy.shard(model, stage=3, **settings)
+    assert model.frequencies.tolist() == torch.tensor([1.0001, 2.0003]).tolist()
+    with torch.no_grad():
+        evaluated = {name: value.dtype for name, value in model(torch.ones(2, 4)).items()}
+    result = {name: value.dtype for name, value in model(torch.ones(2, 4)).items()}
+    assert result == evaluated
+    return result
+
+
+def test_outputs_and_buffers(pool: Pool) -> None:
+    """bf16 leaves as it is unless asked, fp16 becomes fp32; buffers keep their dtype."""
+    cases: list[tuple[dict[str, Any], torch.dtype, torch.dtype]] = [
+        ({"precision": "fp32"}, FP32, FP32),
+        ({"precision": "bf16"}, BF16, FP32),
+        ({"precision": Precision(compute="bf16", cast_outputs="fp32")}, FP32, FP32),
+        ({"precision": Precision(compute="bf16", cast_outputs="bf16")}, BF16, BF16),
+        ({"precision": "fp16"}, FP32, FP32),
+        ({"precision": Precision(compute="fp16", cast_outputs="fp16")}, FP16, FP16),
+        ({"precision": Precision(compute="fp16", loss_scale=1.0)}, FP32, FP32),
+    ]
+    for settings, y, f in cases:
+        (dtypes,) = pool.run(1, outputs, settings)
+        assert dtypes == {"y": y, "f": f, "n": INT}, settings
 
 
 @dataclass

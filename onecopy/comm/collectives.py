@@ -117,12 +117,18 @@ class Collectives:
         if group.size > 1 and tensor.numel():
             dist.broadcast(tensor, src=group.ranks[0], group=group.process_group)
 
-    def sum_of(self, values: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        """Sum (or maximum) of a small tensor over the ranks that own different slices."""
+    def sum_of(
+        self, values: torch.Tensor, *, maximum: bool = False, what: str = "a norm"
+    ) -> torch.Tensor:
+        """Sum (or maximum) of a small tensor over the ranks that own different slices.
+
+        Args:
+            what: names it where ranks turn out to want different things.
+        """
         group = self.groups.shard
         if group.size > 1:
             operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            self.agreement.scheduled("a norm")
+            self.agreement.scheduled(what)
             with self.agreement.blocked():
                 dist.all_reduce(values, operation, group=group.process_group)
         return values

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ import torch
 from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
+from onecopy.core.loss_scale import refuse_bypass
 
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
@@ -147,7 +148,7 @@ class Backward:
         task = _current_task()
         if task in self._tasks:
             return
-        frames, accumulates = _running_backwards()
+        frames, accumulates, roots = _running_backwards()
         if self._tasks and frames != self._frames + len(self._tasks):
             # The backward before this one ended by an exception: its tasks are not around us.
             self.abort()
@@ -155,8 +156,20 @@ class Backward:
             self._frames = frames
             self._accumulates = accumulates
             self._begin()
+        if accumulates and self._engine.loss_scale is not None:
+            refuse_bypass(roots, self._engine)
         self._tasks.append(task)
         Variable._execution_engine.queue_callback(partial(self._leave, task))
+
+    def output_factor(self) -> float:
+        """What a gradient is multiplied by that enters the model's outputs."""
+        self.enter()
+        scale = self._engine.loss_scale
+        return scale.value if scale is not None and self._accumulates else 1.0
+
+    def input_factor(self) -> float:
+        """What a gradient is multiplied by that leaves through the model's inputs."""
+        return 1.0 / self.output_factor()
 
     def segment_key(self) -> tuple[Hashable, ...]:
         """Names the backward that would follow the forwards run so far."""
@@ -172,6 +185,8 @@ class Backward:
         self._passed.clear()
         if self._accumulates:
             engine.owned.hide()
+            if engine.loss_scale is not None:
+                engine.loss_scale.begin_backward()
             for gradients in engine.gradients:
                 gradients.is_fresh = False
             if self.sync:
@@ -321,18 +336,20 @@ class Backward:
         engine.events.phase = "api"
 
 
-def _running_backwards() -> tuple[int, bool]:
-    """How many runs of the autograd engine the Python stack of this thread holds, and whether the
-    innermost accumulates gradients (`backward`, not `torch.autograd.grad`).
+def _running_backwards() -> tuple[int, bool, Sequence[Any]]:
+    """How many runs of the autograd engine the Python stack of this thread holds, whether the
+    innermost accumulates gradients (`backward`, not `torch.autograd.grad`), and its roots.
 
     On an accelerator hooks run in a thread of the engine's, whose stack holds none: then a run is
     taken to accumulate.
     """
     count, accumulates, frame = 0, True, sys._getframe()
+    roots: Sequence[Any] = ()
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":
             if not count:
                 accumulates = frame.f_locals.get("kwargs", {}).get("accumulate_grad", True)
+                roots = frame.f_locals.get("t_outputs", ())
             count += 1
         frame = frame.f_back  # type: ignore[assignment]
-    return count, accumulates
+    return count, accumulates, roots

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core.loss_scale import LossScale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.schedule import Schedule
 from onecopy.core.stages import STAGES
@@ -34,6 +35,7 @@ class Engine:
         gradients: those of the trainable units, in the same order.
         units: in the order root first, then module order; `unit.number` is the place here.
         owned: what parameters show as their gradients after a reduce.
+        loss_scale: where gradients are fp16; see `core/loss_scale.py`.
         used: units in the order of their first use in forward.
         forwards: keys of the forwards since the last backward; they name the backward's segment.
     """
@@ -56,6 +58,7 @@ class Engine:
             Unit(number, spec, self.stage, collectives, events) for number, spec in enumerate(specs)
         ]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
+        self.loss_scale = self._make_loss_scale()
         self.owned = OwnedGradients(self.units, collectives)
         self.used: dict[Unit, None] = {}
         self.forwards: list[Hashable] = []
@@ -76,6 +79,20 @@ class Engine:
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
+
+    def _make_loss_scale(self) -> LossScale | None:
+        fixed = self.config.precision_policy.loss_scale
+        low = [
+            gradients
+            for gradients in self.gradients
+            if torch.float16 in (gradients.unit.dtypes.compute, gradients.unit.dtypes.reduce)
+        ]
+        if not low or fixed == 1.0:
+            return None
+        scale = LossScale(fixed)
+        for gradients in self.gradients:
+            gradients.loss_scale = scale
+        return scale
 
     # Looking up -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from onecopy.memory import buffers
 
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives, Pending
+    from onecopy.core.loss_scale import LossScale
     from onecopy.core.stages import Stage
     from onecopy.core.unit import Unit
 
@@ -70,6 +71,9 @@ class Gradients:
         self._pending: Pending | None = None
         self._unit_flag: torch.Tensor | None = None
         self._flag_is_wanted = False
+        # Set where gradients are scaled. Then 1 in `found_inf` says that a mean is not finite.
+        self.loss_scale: LossScale | None = None
+        self.found_inf = torch.zeros((), device=unit.flat.device)
         # The means come from the running backward alone.
         self.is_fresh = False
         self.needs_buffer = False
@@ -200,6 +204,9 @@ class Gradients:
         if self._flag_is_wanted:
             self._unit_flag = result[layout.unit_flag].clone()
         if keep and self._owned:
+            if self.loss_scale is not None:
+                pieces = result.split_with_sizes(self._split_sizes)[1::2]
+                self.loss_scale.unscale(pieces, self.found_inf)
             flags = None
             if not complete:
                 flags = (result[layout.slice_numel : layout.stride] > 0).tolist()
@@ -216,6 +223,7 @@ class Gradients:
         self.clear(keep_means=not set_to_none)
         if mean is not None and not set_to_none:
             mean.zero_()
+        self.found_inf.zero_()
 
     def clear(self, *, keep_means: bool = False) -> None:
         """Forget local gradients, and the owned means too unless told to keep them."""
@@ -227,6 +235,7 @@ class Gradients:
         if not keep_means:
             for piece in self.unit.pieces.values():
                 piece.grad = None
+            self.found_inf.zero_()
 
     def expect_all(self) -> None:
         """After a backward that failed: what came in it says nothing of what comes next."""

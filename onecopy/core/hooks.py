@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from onecopy.core.backward import Call
+from onecopy.core.border import Border
 from onecopy.core.compiling import not_compiled
-from onecopy.core.precision import DTYPES, cast_floating
+from onecopy.core.kept import add_casts
 from onecopy.core.saved_tensors import SavedTensors
 from onecopy.errors import OneCopyError
 from onecopy.handle import NotCopied
@@ -44,16 +45,14 @@ class Hooks(NotCopied):
         self._backward = backward
         self._stack: list[nn.Module] = []
         self.saved = SavedTensors(engine, backward)
+        self._border = Border(engine, backward)
         self._handles: list[RemovableHandle] = []
-        precision = engine.config.precision
         self._names = {module: name for name, module in engine.model.named_modules()}
-        self._cast_dtype: torch.dtype | None = None
-        if precision is not None and not isinstance(precision, str) and precision.cast_inputs:
-            self._cast_dtype = DTYPES[precision.compute] if precision.compute else None
         modules = {id(unit.module): unit.module for unit in engine.units}
         modules[id(engine.model)] = engine.model
         for module in modules.values():
             self._add_module(module)
+        self._handles += add_casts(engine.model, engine.config.precision_policy)
         for gradients in engine.gradients:
             for index, parameter in enumerate(gradients.unit.parameters):
                 if parameter.numel():
@@ -98,8 +97,9 @@ class Hooks(NotCopied):
             for unit in units:
                 engine.note_use(unit)
                 engine.demand(unit)
-        if module is engine.model and self._cast_dtype is not None:
-            return cast_floating(args, self._cast_dtype), cast_floating(kwargs, self._cast_dtype)
+        if module is engine.model and self._border.changes_inputs:
+            inputs: tuple[Any, Any] = self._border.enter((args, kwargs))
+            return inputs
         return None
 
     def _before_recomputation(self, units: tuple[Unit, ...], module: nn.Module) -> None:
@@ -111,19 +111,25 @@ class Hooks(NotCopied):
     @not_compiled
     def _after_forward(
         self, units: tuple[Unit, ...], module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        """Hook the outputs for backward and release. Called after an exception too."""
+    ) -> Any:
+        """Hook the outputs for backward and release. Called after an exception too.
+
+        Returns the outputs where they change, else None.
+        """
+        failed = output is None and sys.exc_info()[0] is not None
+        changed: Any = None
+        if module is self._engine.model and self._border.changes_outputs and not failed:
+            output = changed = self._border.leave(output)
         if _in_backward():
             self.saved.leave(module)
             if self._engine.stage.releases and torch.is_grad_enabled():
                 # Reentrant checkpointing runs a backward of its own through what it recomputes.
                 self._hook_outputs(units, (args, kwargs), output)
-            return
+            return changed
         if not self._stack or self._stack[-1] is not module:
-            return
+            return changed
         self._stack.pop()
         self.saved.leave(module)
-        failed = output is None and sys.exc_info()[0] is not None
         engine = self._engine
         with_graph = torch.is_grad_enabled()
         if with_graph and not failed and (engine.stage.releases or not self._stack):
@@ -133,6 +139,7 @@ class Hooks(NotCopied):
             engine.release(unit, settled=not with_graph and not unit.open_calls)
         if not self._stack:
             self._end(failed=failed)
+        return changed
 
     def _begin(self, module: nn.Module) -> None:
         engine = self._engine

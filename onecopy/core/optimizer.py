@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecopy.core.compiling import not_compiled
+from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from onecopy.core.backward import Backward
     from onecopy.core.engine import Engine
+    from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
 
 __all__ = [
@@ -122,6 +124,7 @@ class Binding:
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
         # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
         vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
+        self._is_skipped = False
         self._scales_itself: bool | None = None
         if any(engine.collectives.groups.shard.size > 1 for engine, _ in engines):
             # A scaler that believes this leaves the decision to step, and is noticed there.
@@ -225,6 +228,7 @@ class Binding:
         return (args[0], closure_then_ready, *args[2:]), kwargs
 
     def _make_ready(self) -> None:
+        self._is_skipped = False
         limits = set()
         for engine, backward in self.engines:
             engine.end_forgotten_hold()
@@ -237,13 +241,41 @@ class Binding:
             backward.flush()
             engine.events.phase = "step"
             limits.add(engine.config.max_grad_norm)
+        if agree_on_overflow(self._parts()):
+            self._skip()
+            return
         for limit in limits - {None}:
             clipped = [e for e, _ in self.engines if e.config.max_grad_norm == limit]
             clip_gradients(clipped, limit)
 
+    def _parts(self) -> list[tuple[Engine, list[Gradients]]]:
+        """The gradients that this optimizer steps, by model."""
+        return [
+            (
+                engine,
+                [
+                    unit.gradients
+                    for unit, owner in self.units.items()
+                    if owner is engine and unit.gradients is not None
+                ],
+            )
+            for engine, _ in self.engines
+        ]
+
+    def _skip(self) -> None:
+        """Nothing to step with: the optimizer leaves values and states alone."""
+        self._is_skipped = True
+        for _, of_model in self._parts():
+            for gradients in of_model:
+                gradients.clear()
+
     @not_compiled
     def _after_step(self, *_: Any) -> None:
         """Changed slices become visible: at once where they stay, by a refresh where not."""
+        if self._is_skipped:
+            for engine, _backward in self.engines:
+                engine.events.phase = "api"
+            return
         with torch.no_grad():
             for engine, _backward in self.engines:
                 engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
@@ -259,8 +291,11 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
         return
     type(binding.optimizer).zero_grad(binding.optimizer, set_to_none)
     for unit in binding.units:
-        if unit.gradients is not None and unit.gradients.has_local:
+        if unit.gradients is None:
+            continue
+        if unit.gradients.has_local:
             unit.gradients.clear(keep_means=True)
+        unit.gradients.found_inf.zero_()
     if set_to_none:
         for engine, _ in binding.engines:
             engine.owned.hide(binding.units)

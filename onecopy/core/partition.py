@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core.kept import kept_parameters
 from onecopy.core.precision import Dtypes, dtypes_of
 from onecopy.core.unit import UnitSpec, is_dense
 from onecopy.errors import ConfigError, ShardingError
@@ -40,11 +41,13 @@ def find_units(
         owner_of: what a parameter is updated by; parameters of one unit have the same.
 
     Raises:
-        ConfigError: a name in config.units matches no module.
+        ConfigError: a name in config.units, or in precision.keep_fp32, does not fit the model.
         ShardingError: a parameter cannot be laid into a flat buffer.
     """
     chosen = _chosen_modules(root, config.units)
     chains = _chains(root)
+    precision = config.precision_policy
+    kept = kept_parameters(root, precision)
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]] = {}
     kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes]] = {}
     places: dict[int, str] = {}
@@ -57,8 +60,7 @@ def find_units(
                 "nn.Parameter object to both modules"
             )
         module = _unit_module(chains[id(parameter)], chosen, root)
-        owner_type = type(chains[id(parameter)][0][-1]).__name__
-        dtypes = dtypes_of(parameter, owner_type, config.precision)  # type: ignore[arg-type]
+        dtypes = dtypes_of(parameter, precision, kept=id(parameter) in kept)
         kind = (parameter.device, dtypes, parameter.requires_grad, owner_of(parameter))
         groups.setdefault((id(module), kind), []).append((name, parameter))
         kinds[(id(module), kind)] = (module, dtypes)

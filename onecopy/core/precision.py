@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 
 from onecopy.config import Precision
 
-__all__ = ["DTYPES", "Dtypes", "cast_floating", "dtypes_of"]
+__all__ = ["DTYPES", "Dtypes", "cast_floating", "dtypes_of", "map_tensors"]
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +33,16 @@ class Dtypes:
     master: torch.dtype
 
 
-def dtypes_of(parameter: torch.Tensor, module_type: str, precision: Precision | None) -> Dtypes:
-    """The dtypes of a parameter that belongs to a module of class `module_type`.
+def dtypes_of(
+    parameter: torch.Tensor, precision: Precision | None, *, kept: bool = False
+) -> Dtypes:
+    """The dtypes of a parameter; `kept` says that it stays in fp32.
 
     A frozen parameter has no optimizer state to protect: its master is its compute dtype.
     """
     precision = precision or Precision()
     compute = parameter.dtype
     if precision.compute is not None and compute.is_floating_point:
-        kept = module_type in precision.keep_fp32
         compute = torch.float32 if kept else DTYPES[precision.compute]
     low = compute.is_floating_point and compute.itemsize < torch.float32.itemsize
     master = torch.float32 if low and parameter.requires_grad else compute
@@ -47,25 +53,30 @@ def dtypes_of(parameter: torch.Tensor, module_type: str, precision: Precision | 
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`.
+    """`value` with every floating-point tensor in it cast to `dtype`; see `map_tensors`."""
+    return map_tensors(value, lambda one: one.to(dtype) if one.is_floating_point() else one)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `function` applied to every tensor in it.
 
     Walks dicts, lists, tuples, named tuples and dataclasses; everything else is passed on as is.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return function(value)
     if isinstance(value, dict):
         # Copied, not built anew: dict subclasses take other arguments.
-        cast = copy.copy(value)
+        mapped = copy.copy(value)
         for key, item in value.items():
-            cast[key] = cast_floating(item, dtype)
-        return cast
+            mapped[key] = map_tensors(item, function)
+        return mapped
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating(item, dtype) for item in value))
+        return type(value)(*(map_tensors(item, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(cast_floating(item, dtype) for item in value)
+        return type(value)(map_tensors(item, function) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         changes = {
-            item.name: cast_floating(getattr(value, item.name), dtype)
+            item.name: map_tensors(getattr(value, item.name), function)
             for item in fields(value)
             if item.init
         }

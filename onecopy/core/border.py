@@ -1,0 +1,63 @@
+"""What crosses the border of a sharded model: dtypes of inputs and outputs, and the loss scale."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.core.loss_scale import scale_gradient
+from onecopy.core.precision import DTYPES, map_tensors
+
+if TYPE_CHECKING:
+    from onecopy.core.backward import Backward
+    from onecopy.core.engine import Engine
+
+__all__ = ["Border"]
+
+
+class Border:
+    """The border of one model. Where nothing is to be done it says so and is not crossed."""
+
+    def __init__(self, engine: Engine, backward: Backward) -> None:
+        self._backward = backward
+        self._scales = engine.loss_scale is not None
+        precision = engine.config.precision_policy
+        self._input_dtype: torch.dtype | None = None
+        if precision.compute is not None and precision.cast_inputs:
+            self._input_dtype = DTYPES[precision.compute]
+        self._output_dtype: torch.dtype | None = None
+        if precision.cast_outputs is not None:
+            self._output_dtype = DTYPES[precision.cast_outputs]
+        # A gradient that arrives in fp16 would be scaled too late.
+        self._raises_fp16 = precision.cast_outputs is None and any(
+            gradients.unit.dtypes.compute is torch.float16 for gradients in engine.gradients
+        )
+        self.changes_inputs = self._input_dtype is not None or self._scales
+        self.changes_outputs = self._output_dtype is not None or self._raises_fp16 or self._scales
+
+    def enter(self, inputs: Any) -> Any:
+        """The inputs as the model computes with them."""
+        return map_tensors(inputs, self._enter)
+
+    def leave(self, output: Any) -> Any:
+        """The outputs as the user gets them."""
+        return map_tensors(output, self._leave)
+
+    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        dtype = self._input_dtype or tensor.dtype
+        if self._scales and tensor.requires_grad and torch.is_grad_enabled():
+            return scale_gradient(tensor, dtype, self._backward.input_factor)
+        return tensor.to(dtype)
+
+    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        dtype = self._output_dtype or tensor.dtype
+        if self._raises_fp16 and dtype is torch.float16:
+            dtype = torch.float32
+        if self._scales and tensor.requires_grad and torch.is_grad_enabled():
+            return scale_gradient(tensor, dtype, self._backward.output_factor)
+        return tensor.to(dtype)
