@@ -45,6 +45,7 @@ def train(  # noqa: PLR0913 - the options of a run, each with a default
     loss_scale: float = 1.0,
     keep: Sequence[str] = (),
     keep_casts: bool = True,
+    gradient_dtype: torch.dtype = torch.float32,
     loss: Callable[[nn.Module, Batch], Tensor] = model_loss,
 ) -> Result:
     """Train on `batches[step][rank][backward]`, see `models.batches`; return losses and parameters.
@@ -52,7 +53,8 @@ def train(  # noqa: PLR0913 - the options of a run, each with a default
     `make_optimizer(model)` is given the master model, in the dtype that `build` makes. In
     `precision` bf16 or fp16 a copy in that dtype computes, and floating inputs are cast for it.
     With `no_sync` a rank adds up its own micro-batches' gradients before the ranks' are added;
-    else every backward's are added over the ranks first. Losses are multiplied by `loss_scale`; a
+    else every backward's are added over the ranks first; after each such sum gradients are rounded
+    to `gradient_dtype`. Losses are multiplied by `loss_scale`; a
     step whose gradients overflow is not made, and halves it. Modules whose class or own name is in
     `keep` compute in fp32; with `keep_casts` their inputs and outputs are cast for them.
     """
@@ -66,7 +68,11 @@ def train(  # noqa: PLR0913 - the options of a run, each with a default
         if compute is not master:
             _copy_values(master, compute)
         scaled = _scaled(loss, loss_scale)
-        losses, reduced = _backward_all(compute, step_batches, buffers, scaled, no_sync, dtype)
+        losses, rounds = _backward_all(compute, step_batches, buffers, scaled, no_sync, dtype)
+        reduced: Grads = [None for _ in compute.parameters()]
+        for new in rounds:
+            sums = [_add(old, one) for old, one in zip(reduced, new, strict=True)]
+            reduced = [None if one is None else one.to(gradient_dtype).float() for one in sums]
         result.losses.append(losses)
         for parameter, grad in zip(master.parameters(), reduced, strict=True):
             parameter.grad = None if grad is None else grad.to(parameter.dtype) / loss_scale
@@ -121,12 +127,12 @@ def _backward_all(
     loss: Callable[[nn.Module, Batch], tuple[float, Tensor]],
     no_sync: bool,
     dtype: torch.dtype,
-) -> tuple[list[list[float]], Grads]:
-    """One step's losses by rank and backward, and its reduced gradients."""
+) -> tuple[list[list[float]], list[Grads]]:
+    """One step's losses by rank and backward, and its reduced gradients, one for each reduce."""
     ranks = range(len(step_batches))
     backwards = range(len(step_batches[0]))
     losses: list[list[float]] = [[] for _ in ranks]
-    total: Grads = [None for _ in model.parameters()]
+    reduced = []
     # With no_sync one round holds all of a rank's backwards, else each backward is a round.
     for rounds in [backwards] if no_sync else [[i] for i in backwards]:
         per_rank = []
@@ -147,8 +153,8 @@ def _backward_all(
                     for grad, parameter in zip(local, model.parameters(), strict=True)
                 ]
             )
-        total = [_add(old, new) for old, new in zip(total, _reduce(per_rank), strict=True)]
-    return losses, total
+        reduced.append(_reduce(per_rank))
+    return losses, reduced
 
 
 def _take_grads(model: nn.Module) -> Grads:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +15,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import onecopy
+from onecopy import Precision
 from tests import models, reference
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
 
 
-def rebuild(stage: int) -> list[tuple[bool, int, int]]:
+def rebuild(stage: int, **settings: Any) -> list[tuple[bool, int, int]]:
     """Build, train and delete a model: is it gone, and how many threads and tensors are left?"""
     seen = []
     for _ in range(3):
         model = models.build("gpt")
         optimizer = OPTIMIZERS["adamw"](model)
-        onecopy.shard(model, optimizer, stage=stage)
+        onecopy.shard(model, optimizer, stage=stage, **settings)
         for step in range(2):
             models.loss(model, models.batch("gpt", step, 0)).backward()
             optimizer.step()
@@ -43,10 +45,15 @@ def rebuild(stage: int) -> list[tuple[bool, int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_deleting_the_model_frees_everything(pool: Pool, stage: int) -> None:
+LEAN = Precision(compute="bf16", master="bf16+16", gradient="bf16")
+
+
+@pytest.mark.parametrize(("stage", "settings"), [(1, {}), (3, {}), (2, {"precision": LEAN})])
+def test_deleting_the_model_frees_everything(
+    pool: Pool, stage: int, settings: dict[str, Any]
+) -> None:
     """Parameters, slices, gradients, optimizer states and the watching thread."""
-    for first, *later in pool.run(2, rebuild, stage):
+    for first, *later in pool.run(2, partial(rebuild, **settings), stage):
         assert first[0]
         assert later == [first] * len(later), "something grows with each rebuild"
 

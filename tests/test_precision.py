@@ -29,16 +29,16 @@ STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
 @pytest.mark.parametrize(
     ("own", "trainable", "precision", "expected"),
     [
-        (FP32, True, None, Dtypes(FP32, FP32, FP32)),
-        (FP64, True, None, Dtypes(FP64, FP64, FP64)),
-        (BF16, True, None, Dtypes(BF16, BF16, FP32)),
-        (FP16, True, None, Dtypes(FP16, FP16, FP32)),
-        (BF16, False, None, Dtypes(BF16, BF16, BF16)),
-        (FP32, True, Precision(compute="bf16"), Dtypes(BF16, BF16, FP32)),
-        (FP32, True, Precision(compute="fp16"), Dtypes(FP16, FP16, FP32)),
-        (BF16, True, Precision(compute="fp32"), Dtypes(FP32, FP32, FP32)),
-        (FP32, True, Precision(compute="bf16", reduce="fp32"), Dtypes(BF16, FP32, FP32)),
-        (INT, False, Precision(compute="bf16"), Dtypes(INT, INT, INT)),
+        (FP32, True, None, Dtypes(FP32, FP32, FP32, FP32)),
+        (FP64, True, None, Dtypes(FP64, FP64, FP64, FP64)),
+        (BF16, True, None, Dtypes(BF16, BF16, FP32, FP32)),
+        (FP16, True, None, Dtypes(FP16, FP16, FP32, FP32)),
+        (BF16, False, None, Dtypes(BF16, BF16, BF16, BF16)),
+        (FP32, True, Precision(compute="bf16"), Dtypes(BF16, BF16, FP32, FP32)),
+        (FP32, True, Precision(compute="fp16"), Dtypes(FP16, FP16, FP32, FP32)),
+        (BF16, True, Precision(compute="fp32"), Dtypes(FP32, FP32, FP32, FP32)),
+        (FP32, True, Precision(compute="bf16", reduce="fp32"), Dtypes(BF16, FP32, FP32, FP32)),
+        (INT, False, Precision(compute="bf16"), Dtypes(INT, INT, INT, INT)),
     ],
 )
 def test_dtypes(

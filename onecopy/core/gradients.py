@@ -4,8 +4,8 @@
 
 Tensor roles (N slices, t = stride of the layout: slice and trailer):
     buffer  (N t,) wire dtype; this rank's gradients as they arrive; storage freed when not needed
-    carry   (N t,) master dtype; local sums of backwards under no_sync, where the wire is lower
-    mean    (t,)   master dtype; the owner's mean over ranks, summed over backwards; the pieces'
+    carry   (N t,) dtype of sums; local sums of backwards under no_sync, where the wire is lower
+    mean    (t,)   gradient dtype; the owner's mean over ranks, summed over backwards; the pieces'
                    `.grad` are its views
 
 A parameter that got no gradient on any rank since the last zero_grad leaves its piece's `.grad`
@@ -14,6 +14,8 @@ alone, so that the optimizer skips it as in plain PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +59,10 @@ class Gradients:
         ]
         places = layout.pieces(unit.shard_rank)
         self._owned = [(place, unit.pieces[place.index]) for place in places]
+        self._sum_dtype = dtypes.sums
+        if dtypes.gradient != dtypes.master:
+            for _, piece in self._owned:
+                piece.grad_dtype = None
         self._split_sizes = _split_sizes(places, layout.stride)
         self._all = frozenset(index for index, parts in enumerate(layout.spans) if parts)
         # The parameters whose gradients make this unit complete: all, or those that came last
@@ -139,13 +145,13 @@ class Gradients:
                 target.copy_(part)
 
     def keep_local(self) -> None:
-        """End of a backward under no_sync: keep the sums on this rank, in master precision."""
+        """End of a backward under no_sync: keep the sums on this rank, in fp32 at least."""
         self._arrived.clear()
-        if self.buffer.dtype == self.unit.dtypes.master or not self._filled:
+        if self.buffer.dtype == self._sum_dtype or not self._filled:
             return
         self._zero_missing()
         if self.carry is None:
-            self.carry = self.buffer.to(self.unit.dtypes.master)
+            self.carry = self.buffer.to(self._sum_dtype)
         else:
             self.carry.add_(self.buffer)
         self._carried |= self._filled
@@ -171,9 +177,7 @@ class Gradients:
         # Late parameters make all expected again; absent ones are not waited for next time.
         late = not self._arrived <= self._expected
         self._expected = self._all if late or not self._arrived else frozenset(self._arrived)
-        self._pending = self._collectives.reduce(
-            self.buffer, self.unit.dtypes.master, self.unit.number
-        )
+        self._pending = self._collectives.reduce(self.buffer, self._sum_dtype, self.unit.number)
 
     def advance_reduce(self) -> bool:
         """Let a reduce of several hops start its next one; True when the last has ended."""
@@ -237,6 +241,22 @@ class Gradients:
                 piece.grad = None
             self.found_inf.zero_()
 
+    @contextmanager
+    def in_master_dtype(self) -> Iterator[None]:
+        """Inside, the pieces' gradients have the dtype that torch.optim wants."""
+        kept = [
+            (piece, piece.grad)
+            for piece in self.unit.pieces.values()
+            if piece.grad is not None and piece.grad.dtype != piece.dtype
+        ]
+        for piece, gradient in kept:
+            piece.grad = gradient.to(piece.dtype)
+        try:
+            yield
+        finally:
+            for piece, gradient in kept:
+                piece.grad = gradient
+
     def expect_all(self) -> None:
         """After a backward that failed: what came in it says nothing of what comes next."""
         self._expected = self._all
@@ -275,7 +295,7 @@ class Gradients:
         """Add a mean to the owned slice; pieces without a gradient so far start from it."""
         mean = self.mean
         if mean is None:
-            mean, self.is_fresh = result, True
+            mean, self.is_fresh = result.to(self.unit.dtypes.gradient), True
         else:
             for place, piece in self._owned:
                 region = mean[place.start : place.start + place.numel]

@@ -29,9 +29,15 @@ _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes grad requires_grad is_leaf grad_fn names "
     "is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested is_mkldnn "
-    "output_nr retains_grad _base _version _backward_hooks _post_accumulate_grad_hooks"
+    "output_nr retains_grad grad_dtype _base _version _backward_hooks _post_accumulate_grad_hooks"
 ).split()
-_SETTABLE = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_SETTABLE = (
+    "grad",
+    "grad_dtype",
+    "requires_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
 _METHODS = (
     "size stride dim numel nelement element_size storage_offset is_contiguous is_floating_point "
     "is_complex is_signed is_inference get_device requires_grad_ register_hook "

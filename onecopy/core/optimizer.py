@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import agree_on_overflow
+from onecopy.core.unit_step import UnitSteps
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Binding:
         # By group, where the optimizer was made from named parameters.
         self.names: dict[int, list[str]] = {}
         self._handles: list[RemovableHandle] = []
+        self.unit_steps = UnitSteps(optimizer)
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -179,6 +181,7 @@ class Binding:
             if piece is None:
                 continue
             self._places[id(piece)] = (unit, number)
+            self.unit_steps.add(unit, len(self.parameters), piece)
             pieces.append(piece)
             if names is not None:
                 kept_names.append(names[index])
@@ -212,6 +215,8 @@ class Binding:
                 "only in the gradients that the rank owns, so ranks would skip different steps. "
                 'Use precision="bf16", which needs no loss scaling, or stage 0'
             )
+        # After a step that raised they may still be hidden.
+        self.unit_steps.show()
         self.adopt_new_groups()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
@@ -247,6 +252,10 @@ class Binding:
         for limit in limits - {None}:
             clipped = [e for e, _ in self.engines if e.config.max_grad_norm == limit]
             clip_gradients(clipped, limit)
+        if any(unit.steps_alone for unit in self.units):
+            for unit in self.units:
+                self.unit_steps.run(unit)
+            self.unit_steps.hide(self.units)
 
     def _parts(self) -> list[tuple[Engine, list[Gradients]]]:
         """The gradients that this optimizer steps, by model."""
@@ -272,6 +281,7 @@ class Binding:
     @not_compiled
     def _after_step(self, *_: Any) -> None:
         """Changed slices become visible: at once where they stay, by a refresh where not."""
+        self.unit_steps.show()
         if self._is_skipped:
             for engine, _backward in self.engines:
                 engine.events.phase = "api"

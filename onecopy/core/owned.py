@@ -267,7 +267,7 @@ class OwnedGradients:
         ]
         with torch.no_grad():
             if grads:
-                norms = torch._foreach_norm([grad for _, grad in grads], order)
+                norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=dtype)
                 values = torch.stack([norm.to(dtype) for norm in norms])
                 local[[number for number, _ in grads]] = values if infinite else values**order
             total = self._collectives.sum_of(local, maximum=infinite)

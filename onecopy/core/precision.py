@@ -25,12 +25,20 @@ class Dtypes:
     """Dtypes of one unit.
 
     compute: what forward and backward see. reduce: gradients on the wire. master: the slice that
-    the optimizer updates and the gradients that accumulate in it.
+    the optimizer updates. gradient: the mean that its owner keeps for the optimizer.
+    splits_master: where parameters stay, the master is kept as what it rounds to and a remainder.
     """
 
     compute: torch.dtype
     reduce: torch.dtype
     master: torch.dtype
+    gradient: torch.dtype
+    splits_master: bool = False
+
+    @property
+    def sums(self) -> torch.dtype:
+        """What gradients are summed in, over ranks and under no_sync: fp32 at least."""
+        return torch.promote_types(self.master, torch.float32)
 
 
 def dtypes_of(
@@ -45,11 +53,14 @@ def dtypes_of(
     if precision.compute is not None and compute.is_floating_point:
         compute = torch.float32 if kept else DTYPES[precision.compute]
     low = compute.is_floating_point and compute.itemsize < torch.float32.itemsize
-    master = torch.float32 if low and parameter.requires_grad else compute
-    reduce = compute
-    if precision.reduce is not None and compute.is_floating_point:
-        reduce = DTYPES[precision.reduce]
-    return Dtypes(compute, reduce, master)
+    is_pure = precision.master == "bf16" and compute == torch.bfloat16
+    master = torch.float32 if low and parameter.requires_grad and not is_pure else compute
+    reduce, gradient = compute, master
+    if compute.is_floating_point:
+        reduce = DTYPES[precision.reduce] if precision.reduce else compute
+        gradient = DTYPES[precision.gradient] if precision.gradient else master
+    splits = precision.master == "bf16+16" and low and compute == torch.bfloat16
+    return Dtypes(compute, reduce, master, gradient, splits and master != compute)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -15,7 +15,8 @@ GATHERED: parameters hold their values.
 Tensor roles (n = padded_numel of the layout, s = slice_numel, N slices, n = N s):
     flat    (n,) compute dtype; parameters are its views; its storage is freed while SHARDED
     own     (s,) the part of flat that this rank owns
-    master  (s,) master dtype; the same memory as `own` where flat stays and the dtypes are equal
+    master  (s,) master dtype; the same memory as `own` where flat stays and the dtypes are equal;
+            where it is split, `own` and a remainder hold its values until somebody wants them
     pieces  1-D views of master, one for each parameter that overlaps the slice
 """
 
@@ -34,6 +35,7 @@ from torch import nn
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import guard_class
 from onecopy.core.layout import Layout
+from onecopy.core.split import SplitMaster
 from onecopy.errors import ParameterReleasedError, ShardingError, UnitStateError
 from onecopy.memory import buffers
 
@@ -131,7 +133,7 @@ class Unit:
         high = low + self.layout.slice_numel
         self.own = self.flat[low:high]
         shared = compute == master and not self._stage.releases
-        self.master = self.own if shared else source[low:high].clone()
+        self._master = self.own if shared else source[low:high].clone()
         self._views = {
             name: view_of(self.flat, start, parameter)
             for name, start, parameter in zip(
@@ -142,11 +144,42 @@ class Unit:
             parameter.data = self._views[name]
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(
-                self.master[piece.start : piece.start + piece.numel],
+                self._master[piece.start : piece.start + piece.numel],
                 requires_grad=self.parameters[piece.index].requires_grad,
             )
             for piece in self.layout.pieces(shard.rank)
         }
+        self._split: SplitMaster | None = None
+        if self.dtypes.splits_master and not self._stage.releases:
+            self._split = SplitMaster(self.own, self._master, self.pieces.values())
+            self._split.split()
+
+    @property
+    def master(self) -> torch.Tensor:
+        """(s,) this rank's slice in master precision."""
+        self.join_master()
+        return self._master
+
+    @property
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What holds the values and the masters, as it is now."""
+        rest = () if self._split is None else self._split.tensors
+        return self.flat, self._master, *rest
+
+    @property
+    def steps_alone(self) -> bool:
+        """What an optimizer needs of this unit is made for its step and given back after it."""
+        return self._split is not None or self.dtypes.gradient != self.dtypes.master
+
+    def join_master(self) -> None:
+        """Before masters are looked at or changed."""
+        if self._split is not None:
+            self._split.join()
+
+    def split_master(self) -> None:
+        """After that: parameters get the rounded values where a remainder is kept beside them."""
+        if self._split is not None:
+            self._split.split()
 
     # Verbs ------------------------------------------------------------------------------------
 
@@ -198,8 +231,8 @@ class Unit:
         if self._collectives.groups.shard.size > 1:
             self._put_guard()
             self._send_own("refresh")
-        elif self.master is not self.own:
-            self.own.copy_(self.master)
+        else:
+            self._rounded_master()
 
     def keep_changes(self) -> None:
         """Take over into the master what was written into the gathered parameters since.
@@ -240,11 +273,12 @@ class Unit:
         """Make the master hold the values of the gathered flat buffer."""
         if self._is_repointed():
             self._take_back()
-        if self.master is self.own:
+        master = self._master
+        if master is self.own or (self._split is not None and not self._split.is_joined):
             return
-        changed = self.own != self.master.to(self.own.dtype)
-        values = self.own.to(self.master.dtype)
-        self.master.copy_(torch.where(changed, values, self.master))
+        changed = self.own != master.to(self.own.dtype)
+        values = self.own.to(master.dtype)
+        master.copy_(torch.where(changed, values, master))
 
     def detach_parameters(self) -> None:
         """Give the gathered parameters memory of their own, in master precision; no way back."""
@@ -268,9 +302,7 @@ class Unit:
             )
 
     def _send_own(self, kind: str) -> None:
-        source = self.master
-        if source.dtype != self.flat.dtype:
-            source = self.own.copy_(self.master)
+        source = self._rounded_master()
         self._pending = self._collectives.gather(self.flat, source, self.number)
         self.state = UnitState.GATHERING
         self._events.emit(
@@ -279,6 +311,15 @@ class Unit:
             num_bytes=self._pending.num_bytes,
             group="shard",
         )
+
+    def _rounded_master(self) -> torch.Tensor:
+        """The owned values in the compute dtype; in the flat buffer where it is kept."""
+        if self._split is not None:
+            self._split.split()
+            return self.own
+        if self._master.dtype != self.flat.dtype:
+            return self.own.copy_(self._master)
+        return self._master
 
     def _drop_values(self, *, keep_bytes: bool = False) -> None:
         self._put_guard()

@@ -28,6 +28,7 @@ class ElementWidths:
     master: int = 4  # what the optimizer updates
     gradient: int = 4  # the reduced gradient that the optimizer reads
     optimizer: int = 8  # all optimizer states together: Adam keeps two fp32 moments
+    remainder: int | None = None  # kept in place of a master where the compute dtype stays
 
 
 FP32 = ElementWidths()
@@ -77,9 +78,11 @@ def state_bytes(
     compute = 0 if cut.releases else num_parameters * widths.compute
     # In full precision the flat buffer is itself the master, as long as the rank keeps it.
     shares_master = not cut.releases and widths.compute == widths.master
+    is_split = widths.remainder is not None and not cut.releases
+    master = widths.remainder if is_split and widths.remainder is not None else widths.master
     local_gradients = num_parameters * widths.compute if cut.keeps_gradient_buffer else 0
     return StateBytes(
-        parameters=compute + (0 if shares_master else owned * widths.master),
+        parameters=compute + (0 if shares_master else owned * master),
         gradients=local_gradients + owned * widths.gradient,
         optimizer=owned * widths.optimizer,
     )

@@ -29,7 +29,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     parameters: list[torch.Tensor | None] = []
     gradients: list[torch.Tensor | None] = []
     for unit in engine.units:
-        parameters += [unit.flat, unit.master]
+        parameters += unit.state_tensors
         if unit.gradients is not None:
             gradients += [unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean]
     states: list[Any] = []

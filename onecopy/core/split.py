@@ -1,0 +1,89 @@
+"""A master kept as the bf16 values it rounds to and 16 more bits, exact to the last bit.
+
+Where parameters stay, the flat buffer already holds what the owned fp32 slice rounds to. The fp32
+bits are those of the rounded value, moved to the upper half of a word, plus a signed difference:
+
+    bits(master) = (bits(bf16) << 16) + rest,    -2^15 <= rest <= 2^15
+
+One value too many for 16 bits: halfway between two bf16 values torch rounds to the even one, from
+above and from below. So -2^15 stands for both, and places where it means +2^15 are listed; among
+ordinary values that is one element in 2^17.
+
+Split is the state at rest; `join` makes the fp32 slice for a step or for a look at the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from onecopy.core.guard import guard_class
+from onecopy.memory import buffers
+
+__all__ = ["SplitMaster"]
+
+HALF_WAY = -(1 << 15)
+LOWEST_BIT_OF_BF16 = 1 << 16
+
+
+class SplitMaster:
+    """See the module's docstring.
+
+    Attributes:
+        whole: (s,) fp32; its storage is freed while split, and the pieces, its views, wear a guard
+            that joins at a touch.
+        is_joined: whether `whole` holds the values.
+    """
+
+    def __init__(
+        self, own: torch.Tensor, whole: torch.Tensor, pieces: Collection[nn.Parameter]
+    ) -> None:
+        self.whole = whole
+        self.is_joined = True
+        self._own = own
+        self._rest = torch.empty_like(own, dtype=torch.int16)
+        self._ties = torch.empty(0, dtype=torch.int64, device=own.device)
+        self._pieces = pieces
+        self._guard = guard_class(nn.Parameter, lambda _: self.join(), lambda: not self.is_joined)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is held beside the bf16 slice."""
+        return self.whole, self._rest, self._ties
+
+    def join(self) -> None:
+        """Make the fp32 slice; nothing happens where it is there."""
+        if self.is_joined:
+            return
+        buffers.grow(self.whole)
+        with torch.no_grad():
+            bits = self.whole.view(torch.int32)
+            bits.copy_(self._own.view(torch.int16)).bitwise_left_shift_(16).add_(self._rest)
+            bits[self._ties] += LOWEST_BIT_OF_BF16
+            # Where somebody has written into the parameters, the rest belongs to other values. It
+            # changes nothing that bf16 can tell, but next to zero and infinity it would.
+            is_sound = self.whole.to(self._own.dtype) == self._own
+            self.whole.copy_(torch.where(is_sound, self.whole, self._own))
+        self.is_joined = True
+        for piece in self._pieces:
+            piece.__class__ = nn.Parameter
+
+    def split(self) -> None:
+        """Round the fp32 slice into the parameters, keep the rest and give its memory back."""
+        if not self.is_joined:
+            return
+        with torch.no_grad():
+            self._own.copy_(self.whole)
+            bits = self.whole.view(torch.int32)
+            # The lower halves of the words: the upper ones are the bf16 values, or one less.
+            self._rest.copy_(bits)
+            half_way = (self._rest == HALF_WAY).nonzero().squeeze(1)
+            # The upper half is even where the value was rounded down.
+            self._ties = half_way[(bits[half_way] & LOWEST_BIT_OF_BF16) == 0]
+        if self.whole.untyped_storage().resizable():
+            buffers.free(self.whole)
+            for piece in self._pieces:
+                piece.__class__ = self._guard
+            self.is_joined = False

@@ -1,0 +1,91 @@
+"""The user's optimizer, run on the pieces of one unit alone.
+
+What a step needs beside its states (the fp32 master where it is kept split, fp32 gradients where
+they are kept in bf16) then exists for one unit at a time. The optimizer's own `step` is called for
+each unit, with copies of its param_groups that hold this unit's pieces. Its hooks stay silent:
+`optimizer.step()` itself still runs once, on pieces whose gradients are out of sight, so that
+hooks, schedulers and counters in param_groups see one step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.core.unit import UnitState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from onecopy.core.unit import Unit
+
+__all__ = ["UnitSteps"]
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class UnitSteps:
+    """See the module's docstring."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # By unit, then by number of the group.
+        self._pieces: dict[Unit, dict[int, list[nn.Parameter]]] = {}
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def add(self, unit: Unit, group: int, piece: nn.Parameter) -> None:
+        """The optimizer has this piece, in this one of its groups."""
+        self._pieces.setdefault(unit, {}).setdefault(group, []).append(piece)
+
+    def run(self, unit: Unit) -> None:
+        """Update the pieces of a unit that have a gradient; nothing is sent around yet."""
+        pieces = self._pieces.get(unit, {})
+        if all(piece.grad is None for group in pieces.values() for piece in group):
+            return
+        assert unit.gradients is not None, "what has a gradient is trainable"
+        if unit.state is UnitState.GATHERING:
+            # A refresh under way still reads the values that are about to change.
+            unit.finish_gather()
+        unit.join_master()
+        with unit.gradients.in_master_dtype():
+            self._run_alone(pieces)
+        unit.split_master()
+
+    def hide(self, units: Iterable[Unit]) -> None:
+        """Put the gradients of units that have been updated out of the optimizer's sight."""
+        for unit in units:
+            for group in self._pieces.get(unit, {}).values():
+                for piece in group:
+                    if piece.grad is not None:
+                        self._hidden.append((piece, piece.grad))
+                        piece.grad = None
+
+    def show(self) -> None:
+        """Undo `hide`."""
+        for piece, gradient in self._hidden:
+            piece.grad = gradient
+        self._hidden.clear()
+
+    def _run_alone(self, pieces: dict[int, list[nn.Parameter]]) -> None:
+        optimizer = self._optimizer
+        kept: dict[str, Any] = {name: getattr(optimizer, name) for name in HOOKS}
+        groups = optimizer.param_groups
+        step = type(optimizer).step
+        if getattr(step, "hooked", False):
+            # What torch has wrapped into its profiling and its hooks.
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        try:
+            for name in HOOKS:
+                # A subclass that calls the step of its parent comes to the hooks once more.
+                setattr(optimizer, name, OrderedDict())
+            optimizer.param_groups = [
+                {**group, "params": pieces.get(number, [])} for number, group in enumerate(groups)
+            ]
+            step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+            for name, hooks in kept.items():
+                setattr(optimizer, name, hooks)
