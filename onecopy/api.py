@@ -31,6 +31,7 @@ from onecopy.core.optimizer import (
 from onecopy.core.partition import find_units
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
+from onecopy.core.state_dict import add_state_dict_hooks
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
@@ -316,7 +317,7 @@ def _shard_one(
     owner = Handle(engine, backward, Hooks(engine, backward), events)
     setattr(model, handle.ATTRIBUTE, owner)
     _add_methods(model, owner)
-    _add_state_dict_hooks(model, owner)
+    owner.removers += add_state_dict_hooks(model, engine)
     watcher = refuse_unattached(weakref.ref(engine), partial(_is_attached, weakref.ref(owner)))
     weakref.finalize(engine, watcher.remove)
     owner.removers.append(watcher.remove)
@@ -382,35 +383,3 @@ def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:
     if model is None:
         raise ShardingError("the model of this method no longer exists")
     return model
-
-
-def _add_state_dict_hooks(model: nn.Module, owner: Handle) -> None:
-    """state_dict() gives full tensors of their own, load_state_dict() reaches the masters."""
-    engine = owner.engine
-
-    def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        _clone_views(state, {unit.flat.untyped_storage()._cdata for unit in engine.units})
-        engine.end_hook_hold()
-
-    def before_loading(module: nn.Module, state: Any, prefix: str, info: Any, *_: Any) -> None:
-        if info.get("assign_to_params_buffers"):
-            raise ShardingError(
-                "load_state_dict(assign=True) would replace the parameters of a sharded model by "
-                "others that are neither trained nor saved: load with assign=False"
-            )
-        engine.begin_hook_hold()
-
-    owner.removers += [
-        model.register_state_dict_pre_hook(engine.begin_hook_hold).remove,
-        model.register_state_dict_post_hook(after_saving).remove,
-        model.register_load_state_dict_pre_hook(before_loading).remove,
-        model.register_load_state_dict_post_hook(engine.end_hook_hold).remove,
-    ]
-
-
-def _clone_views(state: dict[str, Any], storages: set[int]) -> None:
-    """Views of flat buffers would be released, and saved with the whole buffer."""
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            if value.layout is torch.strided and value.untyped_storage()._cdata in storages:
-                state[name] = value.clone()

@@ -283,13 +283,42 @@ class Unit:
     def detach_parameters(self) -> None:
         """Give the gathered parameters memory of their own, in master precision; no way back."""
         self._expect("detach_parameters", UnitState.GATHERED)
-        whole = self.flat
-        if self.dtypes.master != self.dtypes.compute:
-            # Every rank's masters: the gathered values are rounded to the compute dtype.
-            whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
-            self._collectives.gather(whole, self.master, self.number).finish()
+        whole = self.gather_master()
         for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
             parameter.data = view_of(whole, start, parameter).clone()
+
+    def gather_master(self) -> torch.Tensor:
+        """(padded_numel,) the masters of all ranks; a collective where they are not the values.
+
+        The flat buffer itself is returned where the master has its dtype.
+        """
+        self._expect("gather_master", UnitState.GATHERED)
+        if self.dtypes.master == self.dtypes.compute:
+            return self.flat
+        self.take_values()
+        whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
+        self._collectives.gather(whole, self.master, self.number).finish()
+        return whole
+
+    def load_master(self, index: int, value: torch.Tensor) -> None:
+        """Give this rank's piece of parameter `index` values that were loaded into it, unrounded.
+
+        After `take_values`, and only where they agree with what the gathered parameter holds now:
+        code of the model's own may have loaded something else.
+        """
+        self._expect("load_master", UnitState.GATHERED)
+        piece = self.pieces.get(index)
+        if (
+            piece is None
+            or self.master is self.own
+            or value.size() != self.parameters[index].size()
+        ):
+            return
+        (place,) = [one for one in self.layout.pieces(self.shard_rank) if one.index == index]
+        end = place.offset + place.numel
+        loaded = self.in_memory_order(index, value)[place.offset : end].to(piece)
+        held = self.own[place.start : place.start + place.numel]
+        piece.data.copy_(torch.where(loaded.to(held.dtype) == held, loaded, piece.data))
 
     # Moves ------------------------------------------------------------------------------------
 
