@@ -318,7 +318,7 @@ def _trained(stage: int, precision: Any, optimizer: str = "momentum") -> nn.Modu
     return model
 
 
-def round_trip(stage: int, precision: str) -> None:
+def round_trip(stage: int, precision: str | Precision) -> None:
     model = _trained(stage, precision)
     masters = full_values(model)
     state = model.state_dict()
@@ -351,9 +351,17 @@ def round_trip(stage: int, precision: str) -> None:
 
 
 @pytest.mark.sampled(
-    "world, stage, precision", list(itertools.product((1, 2, 3), STAGES, ("bf16", "fp16"))), 4
+    "world, stage, precision",
+    list(
+        itertools.product(
+            (1, 2, 3), STAGES, ("bf16", "fp16", Precision(compute="bf16", master="bf16+16"))
+        )
+    ),
+    5,
 )
-def test_state_dict_has_the_masters(pool: Pool, world: int, stage: int, precision: str) -> None:
+def test_state_dict_has_the_masters(
+    pool: Pool, world: int, stage: int, precision: str | Precision
+) -> None:
     """The values that the optimizer updates; loading them brings them back bit for bit."""
     pool.run(world, round_trip, stage, precision)
 
