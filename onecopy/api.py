@@ -23,15 +23,15 @@ from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.optimizer import (
     Binding,
-    check_optimizer,
     clip_gradients,
     refuse_strangers,
     refuse_unattached,
 )
-from onecopy.core.partition import find_units
+from onecopy.core.partition import assign_owners, find_units
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
+from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
@@ -282,13 +282,13 @@ def _units_of(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
 ) -> list[UnitSpec]:
     """The units of a model, each with parameters of one optimizer; nothing is changed yet."""
-    owner_of = {
-        id(parameter): number
-        for number, optimizer in enumerate(optimizers)
+    optimizer_of = {
+        id(parameter): optimizer
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return find_units(model, config, lambda parameter: owner_of.get(id(parameter)))
+    return find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
 
 
 def _shard_one(
@@ -297,13 +297,15 @@ def _shard_one(
     device = specs[0].parameters[0][1].device
     world = comm_groups.world_group(mesh)
     comm_groups.check_backend(world, device)
-    check_equal(world, model, config, [spec.name for spec in specs])
+    whole = {True: " (whole parameters)", False: ""}
+    check_equal(world, model, config, [spec.name + whole[spec.is_whole] for spec in specs])
     if device.type == "cpu":
         buffers.reuse_freed_blocks()
     events = Events(config.sinks)
     number, key = number_of_model(world)
+    groups = comm_groups.make_groups(world, cut=STAGES[config.stage].shards_anything)
     collectives = Collectives(
-        comm_groups.make_groups(world, cut=STAGES[config.stage].shards_anything),
+        groups,
         key=key,
         model_number=number,
         native=comm_groups.has_native_collectives(world, device),
@@ -312,6 +314,7 @@ def _shard_one(
     with torch.no_grad():
         for buffer in model.buffers():
             collectives.broadcast(buffer)
+        specs = assign_owners(specs, groups.shard.size)
         engine = Engine(model, specs, config, collectives, events)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events)

@@ -90,6 +90,9 @@ class Config:
     prefetch_bytes: how many bytes of units may be gathered ahead of their use; None means one
         unit ahead, whatever its size; 0 switches prefetch off.
     max_grad_norm: clip the global gradient norm to this value in each optimizer step.
+    whole_parameters: cut no trainable parameter of this call: each lies on one rank, in its own
+        shape, balanced over the ranks. For optimizers of your own that look at whole matrices;
+        those that are known to (Muon, Adafactor, Shampoo, ...) get it without being asked.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -101,12 +104,15 @@ class Config:
     units: tuple[str, ...] | None = None
     prefetch_bytes: int | None = None
     max_grad_norm: float | None = None
+    whole_parameters: bool = False
     saved_tensors: str = "auto"
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         _check_choice("stage", self.stage, STAGES)
         _check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
+        if not isinstance(self.whole_parameters, bool):
+            raise ConfigError(f"whole_parameters={self.whole_parameters!r}: give True or False")
         if isinstance(self.precision, str):
             _check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))

@@ -2,11 +2,11 @@
 
     add (once per parameter)  ->  start_reduce  ->  finish_reduce  ->  pieces' .grad
 
-Tensor roles (N slices, t = stride of the layout: slice and trailer):
-    buffer  (N t,) wire dtype; this rank's gradients as they arrive; storage freed when not needed
-    carry   (N t,) dtype of sums; local sums of backwards under no_sync, where the wire is lower
-    mean    (t,)   gradient dtype; the owner's mean over ranks, summed over backwards; the pieces'
-                   `.grad` are its views
+Tensor roles (g = gradient_numel of the layout, t of them this rank's stride: slice and trailer):
+    buffer  (g,) wire dtype; this rank's gradients as they arrive; storage freed when not needed
+    carry   (g,) dtype of sums; local sums of backwards under no_sync, where the wire is lower
+    mean    (t,) gradient dtype; the owner's mean over ranks, summed over backwards; the pieces'
+                 `.grad` are its views
 
 A parameter that got no gradient on any rank since the last zero_grad leaves its piece's `.grad`
 alone, so that the optimizer skips it as in plain PyTorch.
@@ -14,13 +14,13 @@ alone, so that the optimizer skips it as in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from onecopy.core.layout import Piece
+from onecopy.core.layout import Layout, Piece
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -43,8 +43,10 @@ class Gradients:
         self.buffer = torch.zeros(
             layout.gradient_numel, dtype=dtypes.reduce, device=unit.flat.device
         )
-        self._trailers = self.buffer.view(layout.num_slices, layout.stride)[:, layout.slice_numel :]
-        self._unit_flags = self._trailers[:, -1]
+        self._trailers = _trailers(self.buffer, layout)
+        self._unit_flags = [trailer[..., -1] for trailer in self._trailers]
+        self._slice_numel = layout.slice_numels[unit.shard_rank]
+        self._stride = layout.strides[unit.shard_rank]
         # Where each parameter's gradient goes: 1-D parts in memory order, and a view shaped like
         # the parameter where no slice border cuts it.
         self._parts = [
@@ -63,7 +65,7 @@ class Gradients:
         if dtypes.gradient != dtypes.master:
             for _, piece in self._owned:
                 piece.grad_dtype = None
-        self._split_sizes = _split_sizes(places, layout.stride)
+        self._split_sizes = _split_sizes(places, self._stride)
         self._all = frozenset(index for index, parts in enumerate(layout.spans) if parts)
         # The parameters whose gradients make this unit complete: all, or those that came last
         # time where some never come.
@@ -109,7 +111,7 @@ class Gradients:
         """The owner's mean, held by the pieces' `.grad` alone: zero_grad frees it."""
         for _, piece in self._owned:
             base = None if piece.grad is None else piece.grad._base
-            if base is not None and base.numel() == self.unit.layout.stride:
+            if base is not None and base.numel() == self._stride:
                 return base
         return None
 
@@ -177,7 +179,9 @@ class Gradients:
         # Late parameters make all expected again; absent ones are not waited for next time.
         late = not self._arrived <= self._expected
         self._expected = self._all if late or not self._arrived else frozenset(self._arrived)
-        self._pending = self._collectives.reduce(self.buffer, self._sum_dtype, self.unit.number)
+        self._pending = self._collectives.reduce(
+            self.buffer, self.unit.layout.strides, self._sum_dtype, self.unit.number
+        )
 
     def advance_reduce(self) -> bool:
         """Let a reduce of several hops start its next one; True when the last has ended."""
@@ -199,21 +203,20 @@ class Gradients:
             return
         result = self._pending.finish()
         self._pending = None
-        layout = self.unit.layout
         complete = len(self._filled | self._carried) == len(self._all)
         self._filled.clear()
         self._carried.clear()
         self._arrived.clear()
         self._free_buffer()
         if self._flag_is_wanted:
-            self._unit_flag = result[layout.unit_flag].clone()
+            self._unit_flag = result[-1].clone()
         if keep and self._owned:
             if self.loss_scale is not None:
                 pieces = result.split_with_sizes(self._split_sizes)[1::2]
                 self.loss_scale.unscale(pieces, self.found_inf)
             flags = None
             if not complete:
-                flags = (result[layout.slice_numel : layout.stride] > 0).tolist()
+                flags = (result[self._slice_numel :] > 0).tolist()
             self._accumulate(result, flags)
 
     def read_unit_flag(self) -> bool:
@@ -282,34 +285,52 @@ class Gradients:
 
     def _write_flags(self, unit_flag: bool) -> None:
         present = self._filled | self._carried
-        if len(present) == len(self._all):
-            self._trailers.fill_(1)
-        else:
-            self._trailers.zero_()
+        complete = len(present) == len(self._all)
+        for trailer in self._trailers:
+            trailer.fill_(int(complete))
+        if not complete:
             for index in present:
                 for span in self.unit.layout.spans[index]:
                     self.buffer[span.flag] = 1
-        self._unit_flags.fill_(int(unit_flag))
+        for flag in self._unit_flags:
+            flag.fill_(int(unit_flag))
 
     def _accumulate(self, result: torch.Tensor, flags: list[bool] | None) -> None:
         """Add a mean to the owned slice; pieces without a gradient so far start from it."""
         mean = self.mean
         if mean is None:
-            mean, self.is_fresh = result.to(self.unit.dtypes.gradient), True
+            self.is_fresh = True
+            views = self._views(result.to(self.unit.dtypes.gradient))
         else:
-            for place, piece in self._owned:
-                region = mean[place.start : place.start + place.numel]
+            views = self._views(mean)
+            for view, (_, piece) in zip(views, self._owned, strict=True):
                 if piece.grad is None:
-                    region.zero_()
-                elif piece.grad.data_ptr() != region.data_ptr():
-                    region.copy_(piece.grad)
-                    piece.grad = region
+                    view.zero_()
+                elif piece.grad.data_ptr() != view.data_ptr():
+                    view.copy_(piece.grad)
+                    piece.grad = view
             mean.add_(result)
-        # One call makes all views; the gaps between pieces are every other one.
-        views = mean.split_with_sizes(self._split_sizes)[1::2]
         for order, (_, piece) in enumerate(self._owned):
             if piece.grad is None and (flags is None or flags[order]):
                 piece.grad = views[order]
+
+    def _views(self, mean: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of a mean that are the owned pieces' gradients, shaped like the pieces."""
+        # One call makes all views; the gaps between pieces are every other one.
+        views = mean.split_with_sizes(self._split_sizes)[1::2]
+        if not self.unit.layout.is_whole:
+            return views
+        return [
+            self.unit.as_piece(place.index, view)
+            for (place, _), view in zip(self._owned, views, strict=True)
+        ]
+
+
+def _trailers(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Views of all trailers: one strided view where they are equal, else one for each slice."""
+    if layout.is_whole:
+        return [buffer[first:end] for first, end in layout.trailers]
+    return [buffer.view(layout.num_slices, -1)[:, layout.slice_numels[0] :]]
 
 
 def _split_sizes(places: tuple[Piece, ...], numel: int) -> list[int]:

@@ -1,9 +1,10 @@
 """A plain torch.optim optimizer on owned slices.
 
 The optimizer stays the user's object. Its param_groups keep their identity, order and
-hyper-parameters; only their `params` become the *pieces* that this rank owns: 1-D views of the
-master slices. Step hooks do the rest: gradients are complete, clipped and in place before the
-step; changed slices are sent around after it.
+hyper-parameters; only their `params` become the *pieces* that this rank owns: views of the master
+slices, 1-D or, for optimizers that look at whole parameters, shaped like the parameters. Step hooks
+do the rest: gradients are complete, clipped and in place before the step; changed slices are sent
+around after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.core.unit_step import UnitSteps
+from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -32,48 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Binding",
-    "check_optimizer",
     "clip_gradients",
     "refuse_strangers",
     "refuse_unattached",
 ]
 
-# Update rules that look at a whole matrix, or at norms of whole parameters: on a slice they would
-# compute something else without a word.
-NEEDS_WHOLE_PARAMETERS = frozenset(
-    "Adafactor CAME GaLoreAdamW LAMB LARS Lamb Lars LBFGS Muon SOAP Shampoo SOAPMuon".split()
-)
-
-
 # What torch.amp.GradScaler asks an optimizer before it decides by itself whether to step.
 SCALES_ITSELF = "_step_supports_amp_scaling"
-
-
-def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
-    """The same object, if it can work on pieces.
-
-    Raises:
-        ShardingError: it is no torch.optim.Optimizer, or it needs whole matrices or sparse
-            gradients.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ShardingError(
-            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: call "
-            "shard with the optimizer itself, before a trainer wraps it"
-        )
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    if "SparseAdam" in names:
-        raise ShardingError(
-            "SparseAdam needs sparse gradients, and gradients are dense in a flat buffer: use "
-            "AdamW, and embeddings with sparse=False"
-        )
-    refused = sorted(names & NEEDS_WHOLE_PARAMETERS)
-    if refused:
-        raise ShardingError(
-            f"{refused[0]} needs whole parameters, but each rank owns pieces, cut anywhere: "
-            " an elementwise optimizer (AdamW, SGD, RMSprop, ...)"
-        )
-    return optimizer
 
 
 def _place(number: int, index: int, parameter: torch.Tensor) -> str:
@@ -164,6 +131,24 @@ class Binding:
                         "that add_param_group is given"
                     )
         refuse_strangers(new_groups, lambda one: self._find(one) is not None, first_group)
+        if needs_whole_parameters(self.optimizer):
+            for group in new_groups:
+                self._refuse_cut(group["params"])
+
+    def _refuse_cut(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse trainable parameters that slice borders may cut."""
+        for parameter in parameters:
+            found = self._find(parameter)
+            if found is None:
+                continue
+            _, unit, number = found
+            if unit.gradients is not None and not unit.layout.is_whole:
+                raise ShardingError(
+                    f"{type(self.optimizer).__name__} needs whole parameters, but the ranks own "
+                    f"pieces of {unit.names[number]}, cut anywhere: pass the optimizer to the call "
+                    "of shard that partitions the model, or say whole_parameters=True there if "
+                    "the optimizer is made later"
+                )
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
         """Put this rank's pieces in the place of a group's parameters, states included."""
@@ -314,8 +299,11 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
 def _slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:
     """The part of a whole parameter's optimizer state that belongs to this rank's piece.
 
-    Tensors shaped like the parameter are cut, everything else (step counters) is kept.
+    Tensors shaped like the parameter are cut, everything else (step counters) is kept. All is kept
+    where the piece is the whole parameter.
     """
+    if unit.layout.is_whole:
+        return dict(state)
     shape = unit.parameters[number].shape
     shard_rank = unit.shard_rank
     (place,) = [place for place in unit.layout.pieces(shard_rank) if place.index == number]

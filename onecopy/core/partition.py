@@ -3,27 +3,31 @@
 One unit for each repeated block (the children of the outermost ModuleList or Sequential of alike
 modules), one for each large leaf that is left over (embedding, head), one for the small rest at
 the root. A parameter that several modules use (tied weights) goes to a unit whose module contains
-all of its users. Each unit is uniform in device, dtypes, trainability and optimizer.
+all of its users. Each unit is uniform in device, dtypes, trainability and optimizer; where the
+optimizer needs whole parameters, each parameter of the unit gets one owner.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from onecopy.core.kept import kept_parameters
+from onecopy.core.layout import balance
 from onecopy.core.precision import Dtypes, dtypes_of
 from onecopy.core.unit import UnitSpec, is_dense
+from onecopy.core.update_rules import needs_whole_parameters
 from onecopy.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:
     from onecopy.config import Config
 
-__all__ = ["find_units"]
+__all__ = ["assign_owners", "find_units"]
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 # Leaves that are always used by calling them. Others (the projection inside MultiheadAttention,
@@ -33,12 +37,14 @@ LARGE_LEAF_NUMEL = 100_000
 
 
 def find_units(
-    root: nn.Module, config: Config, owner_of: Callable[[nn.Parameter], Hashable]
+    root: nn.Module,
+    config: Config,
+    optimizer_of: Callable[[nn.Parameter], torch.optim.Optimizer | None],
 ) -> list[UnitSpec]:
     """The units of a model, the root's first, then in module order.
 
     Args:
-        owner_of: what a parameter is updated by; parameters of one unit have the same.
+        optimizer_of: what updates a parameter; parameters of one unit have the same.
 
     Raises:
         ConfigError: a name in config.units, or in precision.keep_fp32, does not fit the model.
@@ -49,7 +55,7 @@ def find_units(
     precision = config.precision_policy
     kept = kept_parameters(root, precision)
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]] = {}
-    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes]] = {}
+    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes, bool]] = {}
     places: dict[int, str] = {}
     for name, parameter in root.named_parameters():
         _check(name, parameter)
@@ -61,16 +67,19 @@ def find_units(
             )
         module = _unit_module(chains[id(parameter)], chosen, root)
         dtypes = dtypes_of(parameter, precision, kept=id(parameter) in kept)
-        kind = (parameter.device, dtypes, parameter.requires_grad, owner_of(parameter))
+        optimizer = optimizer_of(parameter)
+        is_whole = config.whole_parameters or needs_whole_parameters(optimizer)
+        kind = (parameter.device, dtypes, parameter.requires_grad, optimizer)
         groups.setdefault((id(module), kind), []).append((name, parameter))
-        kinds[(id(module), kind)] = (module, dtypes)
+        # Frozen parameters are never stepped: they may be cut.
+        kinds[(id(module), kind)] = (module, dtypes, is_whole and parameter.requires_grad)
     return list(_specs(root, groups, kinds))
 
 
 def _specs(
     root: nn.Module,
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]],
-    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes]],
+    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes, bool]],
 ) -> Iterator[UnitSpec]:
     names = {id(module): name or "root" for name, module in root.named_modules()}
     order = {identity: number for number, identity in enumerate(names)}
@@ -79,7 +88,7 @@ def _specs(
         parameters = groups[key]
         if not any(parameter.numel() for _, parameter in parameters):
             continue
-        module, dtypes = kinds[key]
+        module, dtypes, is_whole = kinds[key]
         seen = count[key[0]] = count.get(key[0], 0) + 1
         yield UnitSpec(
             name=names[key[0]] + (f"[{seen}]" if seen > 1 else ""),
@@ -87,7 +96,21 @@ def _specs(
             parameters=tuple(parameters),
             dtypes=dtypes,
             trainable=parameters[0][1].requires_grad,
+            is_whole=is_whole,
         )
+
+
+def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
+    """The same units, with an owner for each parameter that must not be cut.
+
+    Args:
+        num_slices: number of ranks in the shard group.
+    """
+    specs = list(specs)
+    whole = [spec for spec in specs if spec.is_whole]
+    numels = [[parameter.numel() for _, parameter in spec.parameters] for spec in whole]
+    owners = iter(balance(numels, num_slices))
+    return [replace(spec, owners=next(owners)) if spec.is_whole else spec for spec in specs]
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:

@@ -60,7 +60,9 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
         for number, parameter in enumerate(unit.parameters):
             parts = [part[number] for part in everyone if number in part]
             if parts:
-                whole[id(parameter)] = _assemble(parameter, parts)
+                # Where no parameter is cut there is one part, in the shapes it had.
+                is_whole = unit.layout.is_whole
+                whole[id(parameter)] = _assemble(parameter, parts, is_whole=is_whole)
     return whole
 
 
@@ -69,16 +71,20 @@ def _offset(unit: Unit, number: int) -> int:
     return next(place.offset for place in places if place.index == number)
 
 
-def _assemble(parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+def _assemble(
+    parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]], *, is_whole: bool
+) -> dict[str, Any]:
     """One whole state: tensors as long as their piece are joined, the rest is the first rank's."""
     parts = sorted(parts, key=lambda part: part[0])
     state: dict[str, Any] = {}
     for name, value in parts[0][1].items():
         values = [part[1][name] for part in parts]
-        is_elementwise = isinstance(value, torch.Tensor) and value.dim() == 1
-        if is_elementwise and sum(one.numel() for one in values) == parameter.numel():
+        is_cut = not is_whole and isinstance(value, torch.Tensor) and value.dim() == 1
+        if is_cut and sum(one.numel() for one in values) == parameter.numel():
             joined = torch.cat([one.to(parameter.device) for one in values])
             state[name] = joined.as_strided(parameter.size(), parameter.stride()).clone()
+        elif isinstance(value, torch.Tensor) and value.device.type == parameter.device.type:
+            state[name] = value.to(parameter.device)
         else:
             state[name] = value
     return state

@@ -12,12 +12,13 @@ SHARDED: only the owned slice holds values; parameters wear the guard.
 GATHERING: the ranks' slices are under way into the flat buffer; parameters wear the guard.
 GATHERED: parameters hold their values.
 
-Tensor roles (n = padded_numel of the layout, s = slice_numel, N slices, n = N s):
+Tensor roles (n = padded_numel of the layout, s of them in this rank's slice):
     flat    (n,) compute dtype; parameters are its views; its storage is freed while SHARDED
     own     (s,) the part of flat that this rank owns
     master  (s,) master dtype; the same memory as `own` where flat stays and the dtypes are equal;
             where it is split, `own` and a remainder hold its values until somebody wants them
-    pieces  1-D views of master, one for each parameter that overlaps the slice
+    pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
+            the parameter where the layout keeps parameters whole
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class UnitSpec:
     name: the module's name, with a suffix where one module has several units.
     module: the module around whose forward the unit is gathered.
     parameters: (full name, parameter), all of one device, compute dtype and trainability.
+    is_whole: no parameter may be cut, for the sake of the optimizer.
+    owners: where no parameter may be cut, the slice that holds each, once assigned.
     """
 
     name: str
@@ -74,6 +77,8 @@ class UnitSpec:
     parameters: tuple[tuple[str, nn.Parameter], ...]
     dtypes: Dtypes
     trainable: bool
+    is_whole: bool = False
+    owners: tuple[int, ...] | None = None
 
 
 class Unit:
@@ -93,7 +98,7 @@ class Unit:
         self._collectives = collectives
         self._events = events
         self._pending: Pending | None = None
-        self._lay_flat()
+        self._lay_flat(spec.owners)
         self._classes = [type(parameter) for parameter in self.parameters]
         guards = {
             kind: guard_class(kind, self._touch, lambda: self.state is not UnitState.GATHERED)
@@ -112,7 +117,7 @@ class Unit:
 
     # Construction -----------------------------------------------------------------------------
 
-    def _lay_flat(self) -> None:
+    def _lay_flat(self, owners: tuple[int, ...] | None) -> None:
         """Lay the parameters into one flat buffer, equal on all ranks, and keep the own slice."""
         shard, replica = self._collectives.groups.shard, self._collectives.groups.replica
         compute, master = self.dtypes.compute, self.dtypes.master
@@ -121,6 +126,7 @@ class Unit:
             num_slices=shard.size,
             num_replicas=replica.size,
             alignment=ALIGNMENT_BYTES // min(compute.itemsize, master.itemsize),
+            owners=owners,
         )
         device = self.parameters[0].device
         # The masters keep what the user's parameters hold, before any cast to the compute dtype.
@@ -129,8 +135,7 @@ class Unit:
             view_of(source, start, parameter).copy_(parameter.detach())
         self._collectives.broadcast(source)
         self.flat = source if compute == master else source.to(compute)
-        low = shard.rank * self.layout.slice_numel
-        high = low + self.layout.slice_numel
+        low, high = self.layout.borders[shard.rank : shard.rank + 2]
         self.own = self.flat[low:high]
         shared = compute == master and not self._stage.releases
         self._master = self.own if shared else source[low:high].clone()
@@ -144,7 +149,7 @@ class Unit:
             parameter.data = self._views[name]
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(
-                self._master[piece.start : piece.start + piece.numel],
+                self.as_piece(piece.index, self._master[piece.start : piece.start + piece.numel]),
                 requires_grad=self.parameters[piece.index].requires_grad,
             )
             for piece in self.layout.pieces(shard.rank)
@@ -297,7 +302,8 @@ class Unit:
             return self.flat
         self.take_values()
         whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
-        self._collectives.gather(whole, self.master, self.number).finish()
+        numels = self.layout.slice_numels
+        self._collectives.gather(whole, self.master, numels, self.number).finish()
         return whole
 
     def load_master(self, index: int, value: torch.Tensor) -> None:
@@ -307,18 +313,18 @@ class Unit:
         code of the model's own may have loaded something else.
         """
         self._expect("load_master", UnitState.GATHERED)
-        piece = self.pieces.get(index)
         if (
-            piece is None
+            index not in self.pieces
             or self.master is self.own
             or value.size() != self.parameters[index].size()
         ):
             return
         (place,) = [one for one in self.layout.pieces(self.shard_rank) if one.index == index]
         end = place.offset + place.numel
-        loaded = self.in_memory_order(index, value)[place.offset : end].to(piece)
-        held = self.own[place.start : place.start + place.numel]
-        piece.data.copy_(torch.where(loaded.to(held.dtype) == held, loaded, piece.data))
+        own = slice(place.start, place.start + place.numel)
+        master, held = self.master[own], self.own[own]
+        loaded = self.in_memory_order(index, value)[place.offset : end].to(master)
+        master.copy_(torch.where(loaded.to(held.dtype) == held, loaded, master))
 
     # Moves ------------------------------------------------------------------------------------
 
@@ -331,8 +337,9 @@ class Unit:
             )
 
     def _send_own(self, kind: str) -> None:
-        source = self._rounded_master()
-        self._pending = self._collectives.gather(self.flat, source, self.number)
+        self._pending = self._collectives.gather(
+            self.flat, self._rounded_master(), self.layout.slice_numels, self.number
+        )
         self.state = UnitState.GATHERING
         self._events.emit(
             "refresh" if kind == "refresh" else "gather",
@@ -406,6 +413,12 @@ class Unit:
             value = value.new_empty_strided(value.size(), stride).copy_(value)
         return value.as_strided((value.numel(),), (1,))
 
+    def as_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """1-D values of parameter `index`, in memory order, in the shape that its pieces have."""
+        if not self.layout.is_whole:
+            return values
+        return view_of(values, 0, self._views[self.names[index]])
+
     def _touch(self, parameter: torch.Tensor) -> None:
         """A guarded parameter's values are wanted: wait for a refresh, else say what to do."""
         if self.state is UnitState.GATHERING and not self._stage.releases:
@@ -431,9 +444,11 @@ def view_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Te
 
     Keeps a dense memory format (channels_last); everything else becomes contiguous.
     """
+    part = flat[start : start + parameter.numel()]
     if is_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride(), start)
-    return flat[start : start + parameter.numel()].view(parameter.size())
+        # From the part on: `flat` itself may be a view, as a slice is.
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part.view(parameter.size())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
