@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,8 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.config import Config
 from onecopy.core.backward import Backward
+from onecopy.core.conversion import convert_buffers
+from onecopy.core.copying import copy_plain
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.optimizer import (
@@ -38,13 +40,14 @@ from onecopy.memory import buffers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from onecopy.core.unit import UnitSpec
 
 __all__ = ["clip_grad_norm_", "full_parameters", "no_sync", "shard", "unshard"]
 
 Models = TypeVar("Models", nn.Module, Sequence[nn.Module])
-INSTANCE_METHODS = ("no_sync", "zero_grad")
+INSTANCE_METHODS = ("no_sync", "zero_grad", "_apply", "__deepcopy__")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -56,7 +59,7 @@ class Handle(handle.NotCopied):
     hooks: Hooks
     events: Events
     bindings: list[Binding] = field(default_factory=list)
-    removers: list[Any] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
 
 
 def shard(
@@ -147,8 +150,8 @@ def unshard(model: Models) -> Models:
         binding.remove()
     for one, owner in zip(models, owners, strict=True):
         owner.hooks.remove()
-        for remove in owner.removers:
-            remove()
+        for registered in owner.handles:
+            registered.remove()
         for name in (*INSTANCE_METHODS, handle.ATTRIBUTE):
             vars(one).pop(name, None)
         owner.engine.collectives.agreement.close()
@@ -320,10 +323,10 @@ def _shard_one(
     owner = Handle(engine, backward, Hooks(engine, backward), events)
     setattr(model, handle.ATTRIBUTE, owner)
     _add_methods(model, owner)
-    owner.removers += add_state_dict_hooks(model, engine)
+    owner.handles += add_state_dict_hooks(model, engine)
     watcher = refuse_unattached(weakref.ref(engine), partial(_is_attached, weakref.ref(owner)))
     weakref.finalize(engine, watcher.remove)
-    owner.removers.append(watcher.remove)
+    owner.handles.append(watcher)
 
 
 def _is_attached(reference: weakref.ref[Handle], optimizer: torch.optim.Optimizer) -> bool:
@@ -363,7 +366,7 @@ def _warn_of_unowned(owner: Handle) -> None:
 
 
 def _add_methods(model: nn.Module, owner: Handle) -> None:
-    """The two methods that loops call on the model itself."""
+    """What loops, and torch itself, call on the model."""
     reference = weakref.ref(model)
 
     def bound_no_sync() -> Any:
@@ -377,8 +380,22 @@ def _add_methods(model: nn.Module, owner: Handle) -> None:
         for gradients in handle.of(one).engine.gradients:
             gradients.zero(set_to_none=set_to_none)
 
-    vars(model)["no_sync"] = bound_no_sync
-    vars(model)["zero_grad"] = zero_grad
+    def apply(convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Called by to(), half(), cuda() and their like, of this module or of one around it."""
+        one = _alive(reference)
+        convert_buffers(handle.of(one).engine, convert)
+        return one
+
+    def deepcopy(memo: dict[int, Any]) -> nn.Module:
+        """A plain model with full values; all ranks copy together."""
+        found: Handle = handle.of(_alive(reference))
+        handles = [*found.handles, *found.hooks.handles]
+        return copy_plain(found.engine, (*INSTANCE_METHODS, handle.ATTRIBUTE), handles, memo)
+
+    for name, method in zip(
+        INSTANCE_METHODS, (bound_no_sync, zero_grad, apply, deepcopy), strict=True
+    ):
+        vars(model)[name] = method
 
 
 def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:

@@ -50,8 +50,8 @@ class NotCopied:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ShardingError(
-            "a sharded model cannot be copied as it is: copy it before shard, or build a second "
-            "one and load model.state_dict() of this one into it"
+            "a part of a sharded model cannot be copied: copy the whole model, on all ranks, with "
+            "copy.deepcopy(model)"
         )
 
     def __reduce__(self) -> str:

@@ -315,8 +315,8 @@ def attached_twice() -> None:
     onecopy.shard(model, optimizer)
 
 
-def copied() -> None:
-    copy.deepcopy(onecopy.shard(_blocks(), stage=2))
+def copied_in_part() -> None:
+    copy.deepcopy(onecopy.shard(_blocks(), stage=2)[0])
 
 
 def pickled() -> None:
@@ -333,7 +333,7 @@ MISUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
     "step inside full_parameters": (step_inside, ["inside full_parameters", "outside"]),
     "unfrozen later": (unfrozen_later, ["0.weight", "frozen at shard"]),
     "attached twice": (attached_twice, ["attached already"]),
-    "deepcopy": (copied, ["cannot be copied", "before shard"]),
+    "deepcopy": (copied_in_part, ["cannot be copied", "copy the whole model"]),
     "pickle": (pickled, ["cannot be pickled", "state_dict()"]),
 }
 

@@ -46,37 +46,35 @@ class Hooks(NotCopied):
         self._stack: list[nn.Module] = []
         self.saved = SavedTensors(engine, backward)
         self._border = Border(engine, backward)
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
         self._names = {module: name for name, module in engine.model.named_modules()}
         modules = {id(unit.module): unit.module for unit in engine.units}
         modules[id(engine.model)] = engine.model
         for module in modules.values():
             self._add_module(module)
-        self._handles += add_casts(engine.model, engine.config.precision_policy)
+        self.handles += add_casts(engine.model, engine.config.precision_policy)
         for gradients in engine.gradients:
             for index, parameter in enumerate(gradients.unit.parameters):
                 if parameter.numel():
                     hook = partial(
                         _gradient_arrived, weakref.ref(backward), weakref.ref(gradients), index
                     )
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Take all hooks away."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     def _add_module(self, module: nn.Module) -> None:
         units = self._engine.units_of(module)
         before: Callable[..., Any] = partial(self._before_forward, units)
         after: Callable[..., Any] = partial(self._after_forward, units)
-        self._handles.append(
+        self.handles.append(
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         )
-        self._handles.append(
-            module.register_forward_hook(after, with_kwargs=True, always_call=True)
-        )
+        self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     # Forward ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import agree_on_overflow
+from onecopy.core.optimizer_state import register_state_hooks, slice_state
 from onecopy.core.unit_step import UnitSteps
 from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
 from onecopy.errors import ShardingError
@@ -81,12 +82,11 @@ class Binding:
         self.optimizer = check_optimizer(optimizer)
         self.engines = engines
         self.units: dict[Unit, Engine] = {}
-        self._places: dict[int, tuple[Unit, int]] = {}
-        # For each group the user's parameters in their order, pieces or not.
+        # For each group the user's parameters in their order, pieces or not, and their names where
+        # the optimizer was made from named parameters.
         self.parameters: list[list[nn.Parameter]] = []
-        # By group, where the optimizer was made from named parameters.
-        self.names: dict[int, list[str]] = {}
-        self._handles: list[RemovableHandle] = []
+        self.names: list[list[str] | None] = []
+        self._handles: list[RemovableHandle] = register_state_hooks(self)
         self.unit_steps = UnitSteps(optimizer)
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -165,18 +165,24 @@ class Binding:
             piece = unit.pieces.get(number)
             if piece is None:
                 continue
-            self._places[id(piece)] = (unit, number)
             self.unit_steps.add(unit, len(self.parameters), piece)
             pieces.append(piece)
             if names is not None:
                 kept_names.append(names[index])
             if old:
-                state[piece] = _slice_state(old, unit, number)
+                state[piece] = slice_state(old, unit, number)
         self.parameters.append(list(parameters))
         group["params"] = pieces
+        self.names.append(names)
         if names is not None:
-            self.names[id(group)] = names
             group["param_names"] = kept_names
+
+    def find_piece(self, parameter: torch.Tensor) -> tuple[Unit, int] | None:
+        """The unit of a parameter and its number there, if this rank owns a part of it."""
+        found = self._find(parameter)
+        if found is None or found[2] not in found[1].pieces:
+            return None
+        return found[1:]
 
     def adopt_new_groups(self) -> None:
         """Take over groups that add_param_group has brought since."""
@@ -294,25 +300,6 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
     if set_to_none:
         for engine, _ in binding.engines:
             engine.owned.hide(binding.units)
-
-
-def _slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:
-    """The part of a whole parameter's optimizer state that belongs to this rank's piece.
-
-    Tensors shaped like the parameter are cut, everything else (step counters) is kept. All is kept
-    where the piece is the whole parameter.
-    """
-    if unit.layout.is_whole:
-        return dict(state)
-    shape = unit.parameters[number].shape
-    shard_rank = unit.shard_rank
-    (place,) = [place for place in unit.layout.pieces(shard_rank) if place.index == number]
-    return {
-        name: unit.in_memory_order(number, value)[place.offset : place.offset + place.numel].clone()
-        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim()
-        else value
-        for name, value in state.items()
-    }
 
 
 def clip_gradients(

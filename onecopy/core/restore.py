@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from onecopy.core.engine import Engine
     from onecopy.core.optimizer import Binding
-    from onecopy.core.unit import Unit
 
 __all__ = ["restore_models"]
 
@@ -34,12 +33,14 @@ def restore_models(engines: Iterable[Engine], bindings: Iterable[Binding]) -> No
     for binding in bindings:
         whole = states[id(binding)]
         optimizer = binding.optimizer
-        for group, parameters in zip(optimizer.param_groups, binding.parameters, strict=True):
+        for group, parameters, names in zip(
+            optimizer.param_groups, binding.parameters, binding.names, strict=True
+        ):
             for piece in group["params"]:
                 optimizer.state.pop(piece, None)
             group["params"] = parameters
-            if "param_names" in group:
-                group["param_names"] = binding.names[id(group)]
+            if names is not None:
+                group["param_names"] = names
             for parameter in parameters:
                 if id(parameter) in whole:
                     optimizer.state[parameter] = whole[id(parameter)]
@@ -52,7 +53,7 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
         if unit not in binding.units:
             continue
         mine = {
-            number: (_offset(unit, number), binding.optimizer.state[piece])
+            number: (unit.place_of(number).offset, binding.optimizer.state[piece])
             for number, piece in unit.pieces.items()
             if piece in binding.optimizer.state
         }
@@ -64,11 +65,6 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
                 is_whole = unit.layout.is_whole
                 whole[id(parameter)] = _assemble(parameter, parts, is_whole=is_whole)
     return whole
-
-
-def _offset(unit: Unit, number: int) -> int:
-    places = unit.layout.pieces(unit.shard_rank)
-    return next(place.offset for place in places if place.index == number)
 
 
 def _assemble(

@@ -8,7 +8,7 @@ either one together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +18,16 @@ from onecopy.core.unit import view_of
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
 __all__ = ["add_state_dict_hooks"]
 
 
-def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[Callable[[], None]]:
-    """Put the hooks on a sharded model; returns what takes them away."""
+def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
+    """Put the hooks on a sharded model; returns their handles."""
     loaded: list[tuple[Mapping[str, Any], str]] = []
 
     def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -55,10 +57,10 @@ def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[Callable[[], 
         engine.end_hook_hold()
 
     return [
-        model.register_state_dict_pre_hook(engine.begin_hook_hold).remove,
-        model.register_state_dict_post_hook(after_saving).remove,
-        model.register_load_state_dict_pre_hook(before_loading).remove,
-        model.register_load_state_dict_post_hook(after_loading).remove,
+        model.register_state_dict_pre_hook(engine.begin_hook_hold),
+        model.register_state_dict_post_hook(after_saving),
+        model.register_load_state_dict_pre_hook(before_loading),
+        model.register_load_state_dict_post_hook(after_loading),
     ]
 
 

@@ -35,7 +35,7 @@ from torch import nn
 
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import guard_class
-from onecopy.core.layout import Layout
+from onecopy.core.layout import Layout, Piece
 from onecopy.core.split import SplitMaster
 from onecopy.errors import ParameterReleasedError, ShardingError, UnitStateError
 from onecopy.memory import buffers
@@ -405,6 +405,11 @@ class Unit:
     def shard_rank(self) -> int:
         """Number of the slice that this rank owns."""
         return self._collectives.groups.shard.rank
+
+    def place_of(self, index: int) -> Piece:
+        """Where this rank's piece of parameter `index` lies; it must have one."""
+        pieces = self.layout.pieces(self.shard_rank)
+        return next(piece for piece in pieces if piece.index == index)
 
     def in_memory_order(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """A tensor shaped like parameter `index`, 1-D, in the order of the flat buffer."""
