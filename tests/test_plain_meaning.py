@@ -289,10 +289,10 @@ def refusals() -> list[str]:
     optimizer = torch.optim.SGD(assigned.parameters(), lr=1.0)
     onecopy.shard(assigned, optimizer, stage=2)
     assigned.weight.grad = torch.ones(2, 2)
-    converted = nn.Linear(2, 2)
+    converted = nn.Sequential(nn.Linear(2, 2))
     other = torch.optim.SGD(converted.parameters(), lr=1.0)
     onecopy.shard(converted, other, stage=2)
-    converted.double()
+    converted[0].double()
     attempts: list[Callable[[], Any]] = [
         lambda: onecopy.shard([first, second], stage=2),
         lambda: onecopy.shard(untied),
