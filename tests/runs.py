@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import onecopy
 import onecopy.comm.compare
-import onecopy.core.unit
+import onecopy.core.views
 import onecopy.events
 import onecopy.handle
 from onecopy.events import Event
@@ -104,5 +104,5 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
             for name, start, parameter in zip(
                 unit.names, unit.layout.starts, unit.parameters, strict=True
             ):
-                values[name] = onecopy.core.unit.view_of(whole, start, parameter).clone()
+                values[name] = onecopy.core.views.view_of(whole, start, parameter).clone()
     return values

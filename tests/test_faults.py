@@ -79,6 +79,21 @@ def optimizer_with_strangers() -> None:
     onecopy.shard(model, torch.optim.SGD(parameters, lr=0.1))
 
 
+def optimizer_that_clips() -> None:
+    model = _blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.defaults["max_grad_norm"] = 1.0
+    onecopy.shard(model, optimizer)
+
+
+def optimizer_that_distributes() -> None:
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """As torch.distributed.optim has it."""
+
+    model = _blocks()
+    onecopy.shard(model, ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
+
+
 def refused_optimizer(name: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     onecopy.shard(model, getattr(torch.optim, name)(model.parameters()))
@@ -172,8 +187,23 @@ REFUSED: dict[str, tuple[Callable[[], None], type[OneCopyError], list[str]]] = {
     ),
     **{
         name: (partial(refused_optimizer, name), ShardingError, [name, "AdamW"])
-        for name in ("Muon", "Adafactor", "LBFGS", "SparseAdam")
+        for name in ("LBFGS", "SparseAdam")
     },
+    "optimizer that clips": (
+        optimizer_that_clips,
+        ShardingError,
+        ["SGD", "max_grad_norm=1.0", "clip_grad_norm_"],
+    ),
+    "optimizer that distributes": (
+        optimizer_that_distributes,
+        ShardingError,
+        ["ZeroRedundancyOptimizer", "plain optimizer"],
+    ),
+    "whole_parameters=1": (
+        partial(setting, whole_parameters=1),
+        ConfigError,
+        ["whole_parameters=1"],
+    ),
     "derived optimizer": (derived_optimizer, ShardingError, ["LBFGS"]),
     "unknown key": (
         partial(setting, max_gradnorm=1.0),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.core.unit import view_of
+from onecopy.core.views import view_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

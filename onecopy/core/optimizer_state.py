@@ -134,7 +134,8 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
     where no parameter is cut.
 
     Raises:
-        ShardingError: a tensor has another shape than the parameter it should belong to.
+        ShardingError: a tensor has another shape than the parameter it should belong to, or is of
+            a kind that cannot be cut.
     """
     if unit.layout.is_whole:
         return dict(state)
@@ -144,6 +145,12 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
     for name, value in state.items():
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.shape == shape and (value.dim() or name != "step"):
+            if type(value) is not torch.Tensor:
+                raise ShardingError(
+                    f"the optimizer state {name} of {unit.names[number]} is a "
+                    f"{type(value).__name__}, which cannot be cut into pieces: shard with "
+                    "whole_parameters=True, so that nothing is"
+                )
             flat = unit.in_memory_order(number, value)
             cut[name] = flat[place.offset : place.offset + place.numel].clone()
         elif is_tensor and value.numel() > 1:

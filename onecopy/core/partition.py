@@ -20,8 +20,9 @@ from torch import nn
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import balance
 from onecopy.core.precision import Dtypes, dtypes_of
-from onecopy.core.unit import UnitSpec, is_dense
+from onecopy.core.unit import UnitSpec
 from onecopy.core.update_rules import needs_whole_parameters
+from onecopy.core.views import is_dense
 from onecopy.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onecopy.comm.compare import gather_objects
+from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +59,8 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
             for number, piece in unit.pieces.items()
             if piece in binding.optimizer.state
         }
-        everyone = gather_objects(engine.collectives.groups.shard, mine)
+        packed = gather_objects(engine.collectives.groups.shard, _pack(mine))
+        everyone = [_unpack(one, unit.flat.device) for one in packed]
         for number, parameter in enumerate(unit.parameters):
             parts = [part[number] for part in everyone if number in part]
             if parts:
@@ -67,20 +70,45 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
     return whole
 
 
+def _pack(value: Any) -> bytes:
+    """Tensor subclasses and dtypes that plain pickling of tensors cannot do are saved so."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _unpack(data: bytes, device: torch.device) -> Any:
+    """What another rank has packed; tensors of its accelerator come to this rank's."""
+
+    def onto(storage: Any, location: str) -> Any:
+        return None if location == "cpu" else storage.to(device=device)
+
+    # From a rank of this very program.
+    return torch.load(io.BytesIO(data), map_location=onto, weights_only=False)
+
+
 def _assemble(
     parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]], *, is_whole: bool
 ) -> dict[str, Any]:
-    """One whole state: tensors as long as their piece are joined, the rest is the first rank's."""
+    """One whole state: tensors as long as their piece are joined, the rest is the first rank's.
+
+    Raises:
+        ShardingError: a state of a cut parameter is a tensor subclass, which cannot be joined.
+    """
     parts = sorted(parts, key=lambda part: part[0])
     state: dict[str, Any] = {}
     for name, value in parts[0][1].items():
         values = [part[1][name] for part in parts]
         is_cut = not is_whole and isinstance(value, torch.Tensor) and value.dim() == 1
         if is_cut and sum(one.numel() for one in values) == parameter.numel():
-            joined = torch.cat([one.to(parameter.device) for one in values])
+            if type(value) is not torch.Tensor:
+                raise ShardingError(
+                    f"the optimizer's state {name!r} is a {type(value).__name__}, whose parts from "
+                    "several ranks cannot be put together: shard with whole_parameters=True, so "
+                    "that none is cut"
+                )
+            joined = torch.cat(values)
             state[name] = joined.as_strided(parameter.size(), parameter.stride()).clone()
-        elif isinstance(value, torch.Tensor) and value.device.type == parameter.device.type:
-            state[name] = value.to(parameter.device)
         else:
             state[name] = value
     return state

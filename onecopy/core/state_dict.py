@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.core.unit import view_of
+from onecopy.core.views import view_of
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:

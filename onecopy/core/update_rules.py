@@ -46,7 +46,7 @@ _REFUSED = {
 
 def needs_whole_parameters(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether the optimizer is known to look at whole parameters."""
-    return not _WHOLE.isdisjoint(_names(optimizer))
+    return any(kind.__name__.lower() in _WHOLE for kind in type(optimizer).__mro__)
 
 
 def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
@@ -61,9 +61,9 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: call "
             "shard with the optimizer itself, before a trainer wraps it"
         )
-    for name in _names(optimizer):
-        if name in _REFUSED:
-            raise ShardingError(f"{type(optimizer).__name__} {_REFUSED[name]}")
+    for kind in type(optimizer).__mro__:
+        if kind.__name__.lower() in _REFUSED:
+            raise ShardingError(f"{kind.__name__} {_REFUSED[kind.__name__.lower()]}")
     if optimizer.defaults.get("max_grad_norm"):
         raise ShardingError(
             f"this {type(optimizer).__name__} clips by the norm of the gradients that it holds, "
@@ -72,7 +72,3 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
             "torch.nn.utils.clip_grad_norm_"
         )
     return optimizer
-
-
-def _names(optimizer: object) -> list[str]:
-    return [kind.__name__.lower() for kind in type(optimizer).__mro__]
