@@ -318,7 +318,7 @@ def _shard_one(
         for buffer in model.buffers():
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
-        engine = Engine(model, specs, config, collectives, events)
+        engine = Engine(model, specs, config, collectives)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events)
     setattr(model, handle.ATTRIBUTE, owner)

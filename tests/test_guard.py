@@ -1,6 +1,6 @@
-"""A released parameter: what works on it, what raises by name, what gets past the guard.
+"""A released parameter: touching it gathers, some calls are refused, some get past the guard.
 
-Reading freed storage kills the process, so each call runs in a process of its own: one process
+Reading freed storage would kill the process, so each call runs in a process of its own: one process
 sets up a sharded model after a training step and forks a child for every call. A crash shows as
 the child's signal.
 """
@@ -33,7 +33,8 @@ from tests.pool import Pool
 
 NAME = "blocks.1.up.weight"  # of the parameter that is touched
 SHAPE = (72, 18)
-REMEDY = "onecopy.full_parameters(model)"
+CALL_TIMEOUT = 30  # seconds
+CONVERT = "convert the model before shard"
 
 
 @dataclass
@@ -67,7 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> N
 Call = Callable[[Subject], Any]
 
 
-# What raises ----------------------------------------------------------------------------------
+# What gathers ---------------------------------------------------------------------------------
 
 
 def _no_grad(function: Callable[[Tensor], Any]) -> Call:
@@ -135,6 +136,18 @@ class _Twice(torch.autograd.Function):
         return p * 2
 
 
+def _fill_aliases(s: Subject) -> None:
+    """Tensors taken from several units before any of them is written to."""
+    for alias in [p.data for p in s.model.parameters()]:
+        alias.fill_(0.5)
+
+
+def _read_then_use_together(s: Subject) -> Tensor:
+    """The first unit is gathered, and not guarded, when the second is touched."""
+    other = s.model.get_parameter("blocks.0.up.weight")
+    return torch.stack([other.norm(), s.p.norm()]) + torch.stack([other, s.p]).norm()
+
+
 TOUCHES: dict[str, Call] = {
     "add": lambda s: s.p + 1,
     "add on the right": lambda s: 1 + s.p,
@@ -183,9 +196,6 @@ TOUCHES: dict[str, Call] = {
     "aten mul": lambda s: torch.ops.aten.mul.Tensor(s.p, s.other),
     "aten detach": lambda s: torch.ops.aten.detach.default(s.p),
     "aten copy_": lambda s: torch.ops.aten.copy_.default(s.other, s.p),
-    "broadcast": lambda s: dist.broadcast(s.p, 0),
-    "all_reduce": lambda s: dist.all_reduce(s.p),
-    "all_gather": lambda s: dist.all_gather([s.other], s.p),
     "functional_call": _functional_call,
     "deepcopy": lambda s: copy.deepcopy(s.p),
     "copy": lambda s: copy.copy(s.p),
@@ -199,7 +209,6 @@ TOUCHES: dict[str, Call] = {
     "half": lambda s: s.p.half(),
     "type": lambda s: s.p.type(torch.float64),
     "cpu": lambda s: s.p.cpu(),
-    "share_memory_": lambda s: s.p.share_memory_(),
     "pin_memory": lambda s: s.p.pin_memory(),
     "untyped_storage": lambda s: s.p.untyped_storage(),
     "storage": lambda s: s.p.storage(),
@@ -235,7 +244,7 @@ TOUCHES: dict[str, Call] = {
     "vector_norm": lambda s: torch.linalg.vector_norm(s.p),
     "isnan": lambda s: torch.isnan(s.p).any(),
     "isfinite": lambda s: s.p.isfinite().all(),
-    "sum": lambda s: print(s.p.sum()),
+    "sum": lambda s: s.p.sum(),
     "mean": lambda s: s.p.mean(),
     "max": lambda s: s.p.max(),
     "max with an axis": lambda s: torch.max(s.p, 0),
@@ -253,7 +262,6 @@ TOUCHES: dict[str, Call] = {
     "autograd.grad": lambda s: torch.autograd.grad(s.p.sum(), s.p),
     "map_": lambda s: s.p.map_(s.other, lambda a, b: a),
     "resize_": _no_grad(lambda p: p.resize_(2)),
-    "to_empty": lambda s: s.linear.to_empty(device="cpu"),
     "state_dict of a part": lambda s: s.linear.state_dict(),
     "get_parameter": lambda s: s.model.get_parameter(NAME).sum(),
     "fx": lambda s: torch.fx.symbolic_trace(s.linear)(s.x),
@@ -267,36 +275,30 @@ TOUCHES: dict[str, Call] = {
     "to_sparse": lambda s: s.p.to_sparse(),
     "shared memory of processes": lambda s: torch.multiprocessing.reductions.reduce_tensor(s.p),
     "inference mode": lambda s: torch.inference_mode()(lambda: s.p.sum())(),
+    "load_state_dict of a part": lambda s: s.linear.load_state_dict(
+        {"weight": torch.ones(SHAPE), "bias": torch.ones(72)}
+    ),
+    "assert_close": lambda s: torch.testing.assert_close(s.p, s.p),
+    "compiled function": lambda s: torch.compile(lambda p: p.sum(), backend="eager")(s.p),
+    "a loss on weights": lambda s: sum((p**2).sum() for p in s.model.parameters()),
+    "parameters_to_vector": lambda s: nn.utils.parameters_to_vector(s.model.parameters()),
+    "apply init": lambda s: s.model.apply(init_linear),
+    "aliases of all": _fill_aliases,
+    "foreach over all": lambda s: torch._foreach_norm(list(s.model.parameters())),
+    "read, then use together": _read_then_use_together,
 }
 
-# These raise errors of their own: about another parameter first, around the guard's, or instead.
-WRAPPED: dict[str, tuple[Call, str]] = {
-    "load_state_dict of a part": (
-        lambda s: s.linear.load_state_dict({"weight": torch.ones(SHAPE), "bias": torch.ones(72)}),
-        f"parameter {NAME} is released",
-    ),
-    "assert_close": (lambda s: torch.testing.assert_close(s.p, s.p), "resulted in the unexpected"),
-    "compiled function": (
-        lambda s: torch.compile(lambda p: p.sum(), backend="eager")(s.p),
-        f"parameter {NAME} is released",
-    ),
-    "a loss on weights": (lambda s: sum((p**2).sum() for p in s.model.parameters()), REMEDY),
-    "parameters_to_vector": (
-        lambda s: nn.utils.parameters_to_vector(s.model.parameters()),
-        REMEDY,
-    ),
+# These raise errors of their own, with a remedy.
+REFUSED: dict[str, tuple[Call, str]] = {
     "deepcopy of a part": (lambda s: copy.deepcopy(s.block), "copy the whole model"),
     "pickle of the model": (lambda s: pickle.dumps(s.model), "model.state_dict()"),
     "torch.save of the model": (lambda s: torch.save(s.model, io.BytesIO()), "model.state_dict()"),
     "model.to dtype": (lambda s: s.model.to(torch.float64), "before shard"),
-    "part.to dtype": (lambda s: s.block.to(torch.bfloat16), REMEDY),
+    "part.to dtype": (lambda s: _then_train(s, s.block.to(torch.bfloat16)), CONVERT),
     "model.half": (lambda s: s.model.half(), "before shard"),
     "model.to device": (lambda s: s.model.to("meta"), "before shard"),
+    "share_memory_": (lambda s: s.p.share_memory_(), "share copies"),
     "model.share_memory": (lambda s: s.model.share_memory(), "before shard"),
-    "apply init": (
-        lambda s: s.model.apply(lambda module: init_linear(module)),
-        REMEDY,
-    ),
     "load_state_dict(assign=True)": (
         lambda s: s.model.load_state_dict(s.model.state_dict(), assign=True),
         "load with assign=False",
@@ -311,6 +313,10 @@ def init_linear(module: nn.Module) -> None:
     """The usual custom initialisation."""
     if isinstance(module, nn.Linear):
         nn.init.ones_(module.weight)
+
+
+def _then_train(s: Subject, _: object) -> None:
+    train(s.model)
 
 
 def _strange_step(s: Subject, **options: bool) -> None:
@@ -416,14 +422,39 @@ def check_works(s: Subject, name: str) -> None:
     assert _is_same(ours, theirs), f"{ours!r} != {theirs!r}"
 
 
+def check_touch(s: Subject, name: str) -> None:
+    """The call against that on a plain model: the same result, error, and effect on the model."""
+    plain = subject(models.build("tied"))
+    plain.model.load_state_dict(s.model.state_dict())
+    ours, theirs = _result(TOUCHES[name], s), _result(TOUCHES[name], plain)
+    if name not in ("data_ptr", "shared memory of processes"):
+        assert _is_same(ours, theirs), f"{ours!r} != {theirs!r}"
+    values, others = s.model.state_dict(), plain.model.state_dict()
+    assert list(values) == list(others)
+    for path, value in values.items():
+        assert torch.equal(value, others[path]), path
+
+
+def _result(call: Call, s: Subject) -> Any:
+    torch.manual_seed(0)
+    try:
+        return call(s)
+    except Exception as error:
+        return (type(error).__name__, str(error))
+
+
 def _is_same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
+        if left.is_meta or left.is_quantized or left.is_sparse:
+            return str(left) == str(right)
         return torch.equal(left, right)
     if isinstance(left, dict):
         return list(left) == list(right) and _is_same([*left.values()], [*right.values()])
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(_is_same, left, right))
-    return bool(left == right)
+    if isinstance(left, str | bool | int | float | torch.dtype | torch.device | torch.Size):
+        return left == right
+    return type(left).__name__ == type(right).__name__
 
 
 # What gets past the guard ---------------------------------------------------------------------
@@ -518,8 +549,10 @@ def _attempt(call: Callable[[], Any]) -> Outcome:
     return {"error": None, "message": ""}
 
 
-def _in_children(calls: Sequence[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, Outcome]]:
-    """Run each call in a forked child. What raises leaves the child fit for the next call."""
+def _in_children(
+    calls: Sequence[tuple[str, Callable[[], Any]]], *, share: bool
+) -> Iterator[tuple[str, Outcome]]:
+    """Run each call in a forked child; with `share` a child goes on until a call crashes."""
     position = 0
     while position < len(calls):
         reading, writing = os.pipe()
@@ -529,9 +562,10 @@ def _in_children(calls: Sequence[tuple[str, Callable[[], Any]]]) -> Iterator[tup
             with os.fdopen(writing, "w", buffering=1) as pipe:
                 for name, call in calls[position:]:
                     pipe.write(f"{name}\n")
+                    signal.alarm(CALL_TIMEOUT)  # a call that hangs is named, too
                     outcome = _attempt(call)
                     pipe.write(json.dumps(outcome) + "\n")
-                    if outcome["error"] is None:
+                    if not share:
                         break
             os._exit(0)
         os.close(writing)
@@ -549,6 +583,9 @@ def _everything_overridable(s: Subject) -> list[tuple[str, Callable[[], Any]]]:
     """Every function of torch that `__torch_function__` sees, called with the parameter."""
     calls = []
     for function, dummy in get_testing_overrides().items():
+        if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
+            # A forked child has no threads that would carry out a collective.
+            continue
         required = [
             one
             for one in inspect.signature(dummy).parameters.values()
@@ -576,8 +613,8 @@ def main() -> None:
     train(model, optimizer)
     s = subject(model)
     groups: dict[str, list[tuple[str, Callable[[], Any]]]] = {
-        "touches": [(name, lambda call=call: call(s)) for name, call in TOUCHES.items()],
-        "wrapped": [(name, lambda call=call: call(s)) for name, (call, _) in WRAPPED.items()],
+        "touches": [(name, lambda name=name: check_touch(s, name)) for name in TOUCHES],
+        "refused": [(name, lambda call=call: call(s)) for name, (call, _) in REFUSED.items()],
         "works": [(name, lambda name=name: check_works(s, name)) for name in WORKS],
         "bypasses": [(name, lambda call=call: call(s)) for name, (call, _) in BYPASSES.items()],
         "remedies": [(name, lambda call=call: call(s)) for name, (_, call) in BYPASSES.items()],
@@ -588,12 +625,8 @@ def main() -> None:
         sys.stdout, own = nowhere, sys.stdout
         os.dup2(nowhere.fileno(), 2)
         for group, calls in groups.items():
-            # Only the sweep is long enough to share children.
-            shared = group == "overridable"
-            batches = [calls] if shared else [[call] for call in calls]
-            results[group] = {
-                name: outcome for batch in batches for name, outcome in _in_children(batch)
-            }
+            # Only the sweep, which looks for nothing but crashes, is long enough to share children.
+            results[group] = dict(_in_children(calls, share=group == "overridable"))
         sys.stdout = own
     json.dump(results, sys.stdout)
 
@@ -610,20 +643,16 @@ def outcomes(pool: Pool) -> dict[str, dict[str, Outcome]]:
 
 
 @pytest.mark.parametrize("name", TOUCHES)
-def test_touching_values_raises(outcomes: dict[str, dict[str, Outcome]], name: str) -> None:
-    """With the parameter's name and the remedy."""
-    outcome = outcomes["touches"][name]
-    assert outcome["error"] == "ParameterReleasedError", outcome
-    assert f"parameter {NAME} is released" in outcome["message"]
-    assert REMEDY in outcome["message"]
+def test_touching_gathers(outcomes: dict[str, dict[str, Outcome]], name: str) -> None:
+    """Every way to use a parameter does what it does on the plain model."""
+    assert outcomes["touches"][name] == {"error": None, "message": ""}
 
 
-@pytest.mark.parametrize("name", WRAPPED)
-def test_what_raises_otherwise(outcomes: dict[str, dict[str, Outcome]], name: str) -> None:
-    """Errors of others around the guard's, or of onecopy before it comes to that."""
-    outcome = outcomes["wrapped"][name]
-    assert outcome["error"] is not None and not outcome["error"].startswith("SIG"), outcome
-    assert WRAPPED[name][1] in outcome["message"]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(outcomes: dict[str, dict[str, Outcome]], name: str) -> None:
+    outcome = outcomes["refused"][name]
+    assert outcome["error"] == "ShardingError", outcome
+    assert REFUSED[name][1] in outcome["message"]
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -634,19 +663,18 @@ def test_metadata_works_as_on_the_plain_model(
 
 
 def test_nothing_that_the_guard_sees_crashes(outcomes: dict[str, dict[str, Outcome]]) -> None:
-    """All functions of torch with overrides: none reads freed memory, most raise by name."""
+    """All functions of torch with overrides: none reads freed memory."""
     found = outcomes["overridable"]
     assert len(found) > 1000
     crashed = [name for name, outcome in found.items() if str(outcome["error"]).startswith("SIG")]
     assert not crashed
-    raised = [name for name, one in found.items() if one["error"] == "ParameterReleasedError"]
-    assert len(raised) > 0.7 * len(found)
 
 
 @pytest.mark.parametrize("name", BYPASSES)
 def test_bypasses_are_as_documented(outcomes: dict[str, dict[str, Outcome]], name: str) -> None:
-    """The guard does not see these. Should one begin to raise, take it from the list in docs."""
-    assert outcomes["bypasses"][name]["error"] != "ParameterReleasedError"
+    """The guard does not see these. Should one be seen, take it from the list in docs."""
+    error = outcomes["bypasses"][name]["error"]
+    assert error == (None if name in ("set_", "swap_tensors") else "SIGSEGV")
     assert outcomes["remedies"][name] == {"error": None, "message": ""}
 
 

@@ -65,14 +65,14 @@ class Pending:
 
 
 class Collectives:
-    """The transfers of one sharded model."""
+    """The transfers of one sharded model, reported as `events`."""
 
     def __init__(
         self, groups: Groups, *, key: str, model_number: int, native: bool, events: Events
     ) -> None:
         self.groups = groups
         self.agreement = Agreement(groups.world, key, self._interrupt)
-        self._events = events
+        self.events = events
         # From TAGS_PER_MODEL on: small tags, 0 above all, are those of the user's own messages.
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._transport: Transport = Native() if native else Messages()
@@ -179,7 +179,7 @@ class Collectives:
 
     def _blocking(self, wait: Wait, group: Group) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
-        started = time.perf_counter() if self._events.sinks else 0.0
+        started = time.perf_counter() if self.events.sinks else 0.0
         try:
             with self.agreement.blocked():
                 result = wait()
@@ -190,8 +190,8 @@ class Collectives:
                 f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} "
                 f"failed ({error}). Most often a peer has ended; its own output says why"
             ) from error
-        if self._events.sinks:
-            self._events.emit("wait", seconds=time.perf_counter() - started)
+        if self.events.sinks:
+            self.events.emit("wait", seconds=time.perf_counter() - started)
         return result
 
     def _interrupt(self) -> None:

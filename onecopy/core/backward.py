@@ -178,7 +178,7 @@ class Backward:
     def _begin(self) -> None:
         engine = self._engine
         engine.events.phase = "backward"
-        engine.schedule.begin(self.segment_key())
+        engine.begin_segment(self.segment_key())
         engine.forwards.clear()
         self._next = 0
         self._done.clear()

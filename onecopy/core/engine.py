@@ -6,7 +6,7 @@ makes sure that all ranks do the same, the units change their own state.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,13 @@ from onecopy.core.loss_scale import LossScale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.schedule import Schedule
 from onecopy.core.stages import STAGES
+from onecopy.core.touch import Touch
 from onecopy.core.unit import Unit, UnitSpec, UnitState
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives
     from onecopy.config import Config
-    from onecopy.events import Events
 
 __all__ = ["Engine"]
 
@@ -46,16 +46,17 @@ class Engine:
         specs: Iterable[UnitSpec],
         config: Config,
         collectives: Collectives,
-        events: Events,
     ) -> None:
         self.model = model
         self.config = config
         self.stage = STAGES[config.stage]
         self.collectives = collectives
-        self.events = events
+        self.events = collectives.events
         self.schedule = Schedule()
+        self.touch = Touch(self)
         self.units = [
-            Unit(number, spec, self.stage, collectives, events) for number, spec in enumerate(specs)
+            Unit(number, spec, self.stage, collectives, self.touch)
+            for number, spec in enumerate(specs)
         ]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
         self.loss_scale = self._make_loss_scale()
@@ -140,15 +141,25 @@ class Engine:
 
     # Verbs ------------------------------------------------------------------------------------
 
-    def demand(self, unit: Unit) -> None:
-        """The unit's values are needed now: gathered when this returns, the next under way."""
+    def begin_segment(self, key: Hashable) -> None:
+        """A forward, a backward or a block of `hold` begins, with nothing gathered by touch."""
+        if self._live and not self.schedule.is_running:
+            self.rest()
+        self.schedule.begin(key)
+
+    def demand(self, unit: Unit, wish: str | None = None) -> None:
+        """The unit's values are needed now: gathered when this returns, the next under way.
+
+        Args:
+            wish: how the ranks name this use when they agree on it; None for a module's.
+        """
         if unit.state is UnitState.GATHERED:
             return
         if not self.stage.releases:
             unit.finish_gather()
             return
         self._live[unit] = None
-        agreement, wish = self.collectives.agreement, self._wishes[unit.number]
+        agreement, wish = self.collectives.agreement, wish or self._wishes[unit.number]
         if self.schedule.use(unit):
             agreement.scheduled(wish)
         else:
@@ -194,6 +205,12 @@ class Engine:
             self.release(other)
         return passed
 
+    def release_untouched(self, touched: Collection[Unit]) -> None:
+        """Others than these units are touched no longer, unless somebody holds tensors of them."""
+        for unit in list(self._live):
+            if unit not in touched and not unit.is_aliased:
+                self.release(unit)
+
     def rest(self) -> None:
         """End of a segment: nothing stays gathered, prefetched units that nobody used neither."""
         if not self.stage.releases or self._held:
@@ -236,7 +253,7 @@ class Engine:
         """See `hold`."""
         if not self._held:
             if self.stage.releases:
-                self.schedule.begin(("full parameters",))
+                self.begin_segment(("full parameters",))
             for unit in self.units:
                 self.demand(unit)
                 # Now, so that what is changed inside can be told from what is not.

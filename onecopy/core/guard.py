@@ -2,8 +2,8 @@
 
 The storage of a released parameter holds no bytes, and torch would crash the process on reading
 it. So the parameter's `__class__` is a subclass of its own class whose `__torch_function__` lets
-through what needs no values (shape, dtype, hooks, `zeros_like`) and raises
-`ParameterReleasedError` for everything else. Swapping `__class__` costs well under a microsecond.
+through what needs no values (shape, dtype, hooks, `zeros_like`) and for everything else first has
+the unit gathered (see touch.py). Swapping `__class__` costs well under a microsecond.
 
 What bypasses `__torch_function__`, and therefore the guard, is listed in docs/released.md:
 `torch.tensor(p)`, `as_subclass`, `DisableTorchFunctionSubclass`, the transforms of torch.func, and
@@ -12,16 +12,28 @@ tensors that were taken from the parameter while it was gathered (`p.detach()`, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-__all__ = ["guard_class"]
+from onecopy.errors import ParameterReleasedError, ShardingError
 
-Touch = Callable[[torch.Tensor], None]
+__all__ = ["Gatherer", "guard_class"]
+
+
+class Gatherer(Protocol):
+    """What brings the values of guarded parameters."""
+
+    def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
+        """`function` is about to use `tensors`, guarded parameters among them: take guards off."""
+
+    def is_released(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter should wear its guard."""
+
 
 # These need the parameters as places in the graph, not their values.
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
@@ -77,18 +89,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def guard_class(
-    parameter_class: type[nn.Parameter], touch: Touch, is_released: Callable[[], bool]
+    parameter_class: type[nn.Parameter], gatherer: weakref.ref[Gatherer]
 ) -> type[nn.Parameter]:
-    """A guarded subclass of `parameter_class` for the parameters of one unit.
-
-    Args:
-        touch: called with each guarded parameter whose values are about to be used; it raises, or
-            it sees to it that the values are there and the guard is off.
-        is_released: whether the unit's parameters should wear the guard.
-    """
+    """A guarded subclass of `parameter_class` for the parameters of one model."""
 
     class ReleasedParameter(parameter_class):  # type: ignore[valid-type,misc]
         """A parameter whose values are with their owners."""
+
+        _gatherer = gatherer
+        _plain = parameter_class
 
         @classmethod
         def __torch_function__(
@@ -98,46 +107,67 @@ def guard_class(
             args: tuple[Any, ...] = (),
             kwargs: dict[str, Any] | None = None,
         ) -> Any:
-            kwargs = kwargs or {}
-            if func in _needs_no_values():
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            if func is torch.Tensor.__repr__:
-                return _describe(args[0])
-            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-                # The name of the type; with a type it is a conversion.
-                return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
-            guarded = [one for one in (*_tensors(args), *_tensors(kwargs)) if type(one) is cls]
-            if func in _BACKWARDS:
-                return _unguarded(
-                    guarded, parameter_class, cls, is_released, partial(func, *args, **kwargs)
-                )
-            for tensor in guarded:
-                if tensor.numel():
-                    touch(tensor)
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return _call(func, args, kwargs or {})
 
     ReleasedParameter.__name__ = f"Released{parameter_class.__name__}"
     ReleasedParameter.__qualname__ = ReleasedParameter.__name__
     return ReleasedParameter
 
 
-def _unguarded(
-    guarded: Sequence[torch.Tensor],
-    plain: type,
-    guard: type,
-    is_released: Callable[[], bool],
-    call: Callable[[], Any],
-) -> Any:
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any function of torch on guarded parameters, of one model or of several."""
+    if func in _needs_no_values():
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is torch.Tensor.__repr__:
+        return _describe(args[0])
+    if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        # The name of the type; with a type it is a conversion.
+        return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
+    if func is torch.Tensor.share_memory_:
+        raise ShardingError(
+            "share_memory_() would move a parameter out of its unit's buffer, which is given back "
+            "and taken again: share copies, p.detach().clone().share_memory_(), or the model "
+            "before shard"
+        )
+    tensors = [*_tensors(args), *_tensors(kwargs)]
+    guarded = [tensor for tensor in tensors if _is_guarded(tensor)]
+    if func in _BACKWARDS:
+        return _unguarded(guarded, partial(func, *args, **kwargs))
+    for gatherer in dict.fromkeys(_gatherer_of(tensor) for tensor in guarded if tensor.numel()):
+        gatherer.touch(tensors, func)
+    if any(_is_guarded(tensor) for tensor in guarded):
+        # Without elements, there is nothing to gather and nothing to read.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _is_guarded(tensor: torch.Tensor) -> bool:
+    return hasattr(type(tensor), "_gatherer")
+
+
+def _gatherer_of(tensor: torch.Tensor) -> Gatherer:
+    gatherer: Gatherer | None = type(tensor)._gatherer()  # type: ignore[attr-defined]
+    if gatherer is None:
+        raise ParameterReleasedError(
+            f"the sharded model of a parameter (shape {tuple(tensor.shape)}) has been deleted, and "
+            "its values with it: keep the model, or take copies of values, p.detach().clone()"
+        )
+    return gatherer
+
+
+def _unguarded(guarded: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
     """Run a backward that names parameters: the units' hooks gather what it needs."""
-    for tensor in guarded:
-        tensor.__class__ = plain
+    guards = [(tensor, type(tensor)) for tensor in guarded]
+    for tensor, guard in guards:
+        tensor.__class__ = guard._plain  # type: ignore[attr-defined]
     try:
         return call()
     finally:
-        if is_released():
-            for tensor in guarded:
+        for tensor, guard in guards:
+            gatherer = guard._gatherer()  # type: ignore[attr-defined]
+            if gatherer is not None and gatherer.is_released(tensor):
                 tensor.__class__ = guard
 
 

@@ -45,6 +45,7 @@ class Hooks(NotCopied):
         self._backward = backward
         self._stack: list[nn.Module] = []
         self.saved = SavedTensors(engine, backward)
+        engine.touch.connect(backward, self.saved)
         self._border = Border(engine, backward)
         self.handles: list[RemovableHandle] = []
         self._names = {module: name for name, module in engine.model.named_modules()}
@@ -149,7 +150,7 @@ class Hooks(NotCopied):
             engine.owned.hide()
             engine.forwards.append(key)
         engine.events.phase = "forward"
-        engine.schedule.begin(key)
+        engine.begin_segment(key)
         self.saved.begin()
 
     def _end(self, *, failed: bool) -> None:

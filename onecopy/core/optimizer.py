@@ -235,6 +235,8 @@ class Binding:
                 )
             engine.check_parameters()
             backward.flush()
+            # Units gathered on touch would keep the values from before the step.
+            engine.rest()
             engine.events.phase = "step"
             limits.add(engine.config.max_grad_norm)
         if agree_on_overflow(self._parts()):

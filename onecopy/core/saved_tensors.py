@@ -45,7 +45,8 @@ class SavedTensors:
     """The nets of one model, one for each running module that needs its own."""
 
     def __init__(self, engine: Engine, backward: Backward) -> None:
-        self.is_needed = False
+        self._is_needed = False
+        self._has_graph = False
         self._engine = engine
         self._backward = backward
         self._is_watching = False
@@ -57,14 +58,23 @@ class SavedTensors:
         schedule = self._engine.schedule
         is_known = schedule.knows(self._backward.segment_key()) and not schedule.is_recording
         always = self._engine.config.saved_tensors == "always"
-        self._is_watching = always or self.is_needed or not is_known
+        self._is_watching = always or self._is_needed or not is_known
+        self._has_graph = torch.is_grad_enabled()
+
+    def need(self) -> None:
+        """A unit was used where no hook would have gathered it: watch the forwards to come."""
+        self._is_needed = self._is_needed or self._has_graph
 
     def enter(self, module: nn.Module) -> None:
         """A module runs: spread a net, unless the innermost hooks are one already."""
         outer = _innermost_hooks()
-        is_net = outer is not None and isinstance(getattr(outer[0], "__self__", None), _Net)
-        if self._is_watching and not is_net:
+        if self._is_watching and not _is_net(outer):
             self._spread(module, outer)
+
+    @property
+    def is_watched(self) -> bool:
+        """What autograd saves now goes through a net."""
+        return _is_net(_innermost_hooks())
 
     def enter_recomputation(self, module: nn.Module) -> None:
         """A module runs within backward. Reentrant checkpointing, which has no hooks of its own,
@@ -96,7 +106,7 @@ class SavedTensors:
         if torch.is_grad_enabled():
             unit.keep_for_graph()
         if unit.state is not UnitState.GATHERED:
-            self.is_needed = True
+            self._is_needed = True
             self._backward.enter()
             self._engine.demand(unit)
 
@@ -104,6 +114,10 @@ class SavedTensors:
 def _innermost_hooks() -> Any:
     """The pair of hooks on saved tensors that is in force here, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _is_net(hooks: Any) -> bool:
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _Net)
 
 
 class _Net:

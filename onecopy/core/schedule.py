@@ -35,6 +35,11 @@ class Schedule:
         self._has_warned = False
 
     @property
+    def is_running(self) -> bool:
+        """A segment has begun and not ended."""
+        return self._key is not None
+
+    @property
     def is_recording(self) -> bool:
         """The running segment is not, or no longer, foreseen."""
         return not self._is_followed

@@ -34,11 +34,11 @@ import torch
 from torch import nn
 
 from onecopy.core.gradients import Gradients
-from onecopy.core.guard import guard_class
+from onecopy.core.guard import Gatherer, guard_class
 from onecopy.core.layout import Layout, Piece
 from onecopy.core.split import SplitMaster
 from onecopy.core.views import view_of
-from onecopy.errors import ParameterReleasedError, ShardingError, UnitStateError
+from onecopy.errors import ShardingError, UnitStateError
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from onecopy.core.backward import Call
     from onecopy.core.precision import Dtypes
     from onecopy.core.stages import Stage
-    from onecopy.events import Events
 
 __all__ = ["Unit", "UnitSpec", "UnitState"]
 
@@ -86,7 +85,12 @@ class Unit:
     """See the module's docstring."""
 
     def __init__(
-        self, number: int, spec: UnitSpec, stage: Stage, collectives: Collectives, events: Events
+        self,
+        number: int,
+        spec: UnitSpec,
+        stage: Stage,
+        collectives: Collectives,
+        gatherer: Gatherer,
     ) -> None:
         self.number = number
         self.name = spec.name
@@ -97,13 +101,13 @@ class Unit:
         self.state = UnitState.GATHERED
         self._stage = stage
         self._collectives = collectives
-        self._events = events
+        self._events = collectives.events
         self._pending: Pending | None = None
         self._lay_flat(spec.owners)
         self._classes = [type(parameter) for parameter in self.parameters]
+        # Weak: Python's collector does not see what a tensor's class holds.
         guards = {
-            kind: guard_class(kind, self._touch, lambda: self.state is not UnitState.GATHERED)
-            for kind in set(self._classes)
+            kind: guard_class(kind, weakref.ref(gatherer)) for kind in set(self._classes)
         }
         self._guards = [guards[kind] for kind in self._classes]
         self._versions = [parameter._version for parameter in self.parameters]
@@ -111,6 +115,8 @@ class Unit:
         self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._warned = False
         self._is_aliased = False
+        # Values may be changed in ways that torch does not count (p.data, numpy).
+        self._expects_writes = False
         self.gradients = Gradients(self, collectives, stage) if spec.trainable else None
         self._num_owners = buffers.num_owners(self.flat)
         if stage.releases:
@@ -222,8 +228,21 @@ class Unit:
         self._drop_values(keep_bytes=self._has_aliases(settled=settled))
 
     def keep_for_graph(self) -> None:
-        """A backward that creates a graph uses this unit: the graph will hold its values."""
+        """A graph that no hook watches may hold this unit's values: their bytes stay with it."""
         self._is_aliased = True
+
+    def expect_writes(self) -> None:
+        """Somebody outside the model's modules uses this gathered unit: look for changes later."""
+        self._expects_writes = True
+
+    @property
+    def is_aliased(self) -> bool:
+        """Somebody beside this unit holds its memory: autograd, or a tensor of the user's."""
+        if buffers.num_owners(self.flat) > self._num_owners:
+            return True
+        # A graph holds a parameter that it saved as it is, not a view of it.
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(one._use_count() > 1 for one in self.parameters)  # type: ignore[attr-defined]
 
     def tidy(self) -> None:
         """Free bytes that were kept for aliases, or for a graph, which are gone now."""
@@ -247,8 +266,9 @@ class Unit:
         and writing back never costs a master its precision.
         """
         versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions and not self._is_repointed():
+        if versions == self._versions and not self._expects_writes and not self._is_repointed():
             return
+        self._expects_writes = False
         self.take_values()
         self._versions = versions
 
@@ -381,11 +401,12 @@ class Unit:
         Only a settled release finds aliases, the others would count what autograd holds; once
         found, they are respected until nobody holds the storage.
         """
+        if not settled:
+            self._is_aliased = self._is_aliased and self.is_aliased
+            return self._is_aliased
         if buffers.num_owners(self.flat) <= self._num_owners:
             self._is_aliased = False
             return False
-        if not settled:
-            return self._is_aliased
         if not self._warned:
             # A backend's thread may let go of a finished transfer a moment later.
             time.sleep(TRANSFER_LINGERS)
@@ -424,22 +445,3 @@ class Unit:
         if not self.layout.is_whole:
             return values
         return view_of(values, 0, self._views[self.names[index]])
-
-    def _touch(self, parameter: torch.Tensor) -> None:
-        """A guarded parameter's values are wanted: wait for a refresh, else say what to do."""
-        if self.state is UnitState.GATHERING and not self._stage.releases:
-            self.finish_gather()
-            return
-        if self.state is UnitState.GATHERED:
-            return
-        name = next(
-            name for name, own in zip(self.names, self.parameters, strict=True) if own is parameter
-        )
-        raise ParameterReleasedError(
-            f"parameter {name} is released: its values are with their owners, and its unit "
-            f"({self.name}) is gathered only around the forward of "
-            f"{type(self.module).__name__} and in backward. To read or change values, use "
-            "`with onecopy.full_parameters(model):` on all ranks; if a module uses another "
-            "module's parameter, name a module that contains both as a unit: "
-            "shard(..., units=(...))"
-        )
