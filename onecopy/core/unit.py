@@ -240,9 +240,13 @@ class Unit:
         """Somebody beside this unit holds its memory: autograd, or a tensor of the user's."""
         if buffers.num_owners(self.flat) > self._num_owners:
             return True
-        # A graph holds a parameter that it saved as it is, not a view of it.
+        # A graph holds a parameter that it saved as it is, not a view of it. A graph that was run
+        # through holds trainable ones too, as the places where gradients go.
         with torch._C.DisableTorchFunctionSubclass():
-            return any(one._use_count() > 1 for one in self.parameters)  # type: ignore[attr-defined]
+            return any(
+                one._use_count() > 1 + one.requires_grad  # type: ignore[attr-defined]
+                for one in self.parameters
+            )
 
     def tidy(self) -> None:
         """Free bytes that were kept for aliases, or for a graph, which are gone now."""
