@@ -374,5 +374,3 @@ def keep_parameter() -> str:
 def test_a_parameter_that_outlives_its_model(pool: Pool) -> None:
     for message in pool.run(2, keep_parameter):
         assert "has been deleted, and its values with it" in message
-
-

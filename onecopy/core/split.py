@@ -14,7 +14,9 @@ Split is the state at rest; `join` makes the fp32 slice for a step or for a look
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,12 +48,20 @@ class SplitMaster:
         self._rest = torch.empty_like(own, dtype=torch.int16)
         self._ties = torch.empty(0, dtype=torch.int64, device=own.device)
         self._pieces = pieces
-        self._guard = guard_class(nn.Parameter, lambda _: self.join(), lambda: not self.is_joined)
+        self._guard = guard_class(nn.Parameter, weakref.ref(self))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is held beside the bf16 slice."""
         return self.whole, self._rest, self._ties
+
+    def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
+        """Pieces are about to be used (see `guard.Gatherer`)."""
+        self.join()
+
+    def is_released(self, parameter: torch.Tensor) -> bool:
+        """Whether a piece should wear its guard."""
+        return not self.is_joined
 
     def join(self) -> None:
         """Make the fp32 slice; nothing happens where it is there."""

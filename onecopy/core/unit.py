@@ -106,9 +106,7 @@ class Unit:
         self._lay_flat(spec.owners)
         self._classes = [type(parameter) for parameter in self.parameters]
         # Weak: Python's collector does not see what a tensor's class holds.
-        guards = {
-            kind: guard_class(kind, weakref.ref(gatherer)) for kind in set(self._classes)
-        }
+        guards = {kind: guard_class(kind, weakref.ref(gatherer)) for kind in set(self._classes)}
         self._guards = [guards[kind] for kind in self._classes]
         self._versions = [parameter._version for parameter in self.parameters]
         # Calls in forward whose outputs no gradient has reached so far.
