@@ -289,15 +289,20 @@ class Backward:
 
     # Around the step --------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Before a step: reduce what no_sync has left, and drop a backward that failed."""
+    def flush(self) -> bool:
+        """Before a step: reduce what no_sync has left, and drop a backward that failed.
+
+        Returns whether there was something left.
+        """
         self.recover()
-        if any(gradients.has_local for gradients in self._engine.gradients):
+        were_local = any(gradients.has_local for gradients in self._engine.gradients)
+        if were_local:
             with torch.no_grad():
                 self._agree_on_order()
                 self._next = 0
                 self._reduce_rest()
                 self._engine.owned.show()
+        return were_local
 
     def recover(self) -> None:
         """Outside of any backward: if one is still open, it has failed."""

@@ -92,7 +92,7 @@ class Engine:
             return None
         scale = LossScale(fixed)
         for gradients in self.gradients:
-            gradients.loss_scale = scale
+            gradients.scale_by(scale)
         return scale
 
     # Looking up -------------------------------------------------------------------------------

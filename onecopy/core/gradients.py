@@ -79,9 +79,9 @@ class Gradients:
         self._pending: Pending | None = None
         self._unit_flag: torch.Tensor | None = None
         self._flag_is_wanted = False
-        # Set where gradients are scaled. Then 1 in `found_inf` says that a mean is not finite.
-        self.loss_scale: LossScale | None = None
-        self.found_inf = torch.zeros((), device=unit.flat.device)
+        self._loss_scale: LossScale | None = None
+        # 0-d, where gradients are scaled: 1 says that a mean is not finite.
+        self.found_inf: torch.Tensor | None = None
         # The means come from the running backward alone.
         self.is_fresh = False
         self.needs_buffer = False
@@ -211,9 +211,9 @@ class Gradients:
         if self._flag_is_wanted:
             self._unit_flag = result[-1].clone()
         if keep and self._owned:
-            if self.loss_scale is not None:
+            if self._loss_scale is not None and self.found_inf is not None:
                 pieces = result.split_with_sizes(self._split_sizes)[1::2]
-                self.loss_scale.unscale(pieces, self.found_inf)
+                self._loss_scale.unscale(pieces, self.found_inf)
             flags = None
             if not complete:
                 flags = (result[self._slice_numel :] > 0).tolist()
@@ -230,7 +230,7 @@ class Gradients:
         self.clear(keep_means=not set_to_none)
         if mean is not None and not set_to_none:
             mean.zero_()
-        self.found_inf.zero_()
+        self.forget_overflow()
 
     def clear(self, *, keep_means: bool = False) -> None:
         """Forget local gradients, and the owned means too unless told to keep them."""
@@ -242,6 +242,16 @@ class Gradients:
         if not keep_means:
             for piece in self.unit.pieces.values():
                 piece.grad = None
+            self.forget_overflow()
+
+    def scale_by(self, loss_scale: LossScale) -> None:
+        """From now on what is reduced is this many times too large."""
+        self._loss_scale = loss_scale
+        self.found_inf = torch.zeros((), device=self.buffer.device)
+
+    def forget_overflow(self) -> None:
+        """The gradients that were not finite are gone."""
+        if self.found_inf is not None:
             self.found_inf.zero_()
 
     @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecopy.core.compiling import not_compiled
+from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
 from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.core.optimizer_state import register_state_hooks, slice_state
 from onecopy.core.unit_step import UnitSteps
@@ -39,9 +40,6 @@ __all__ = [
     "refuse_strangers",
     "refuse_unattached",
 ]
-
-# What torch.amp.GradScaler asks an optimizer before it decides by itself whether to step.
-SCALES_ITSELF = "_step_supports_amp_scaling"
 
 
 def _place(number: int, index: int, parameter: torch.Tensor) -> str:
@@ -94,11 +92,8 @@ class Binding:
         # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
         vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
         self._is_skipped = False
-        self._scales_itself: bool | None = None
-        if any(engine.collectives.groups.shard.size > 1 for engine, _ in engines):
-            # A scaler that believes this leaves the decision to step, and is noticed there.
-            self._scales_itself = getattr(optimizer, SCALES_ITSELF, False)
-            setattr(optimizer, SCALES_ITSELF, True)
+        self._decides_itself = vars(optimizer).get(LEAVES_TO_OPTIMIZER)
+        setattr(optimizer, LEAVES_TO_OPTIMIZER, True)
 
     def remove(self) -> None:
         """Take the step hooks away."""
@@ -106,8 +101,10 @@ class Binding:
             handle.remove()
         self._handles.clear()
         vars(self.optimizer).pop("zero_grad", None)
-        if self._scales_itself is not None:
-            setattr(self.optimizer, SCALES_ITSELF, self._scales_itself)
+        if self._decides_itself is None:
+            delattr(self.optimizer, LEAVES_TO_OPTIMIZER)
+        else:
+            setattr(self.optimizer, LEAVES_TO_OPTIMIZER, self._decides_itself)
 
     # Pieces -----------------------------------------------------------------------------------
 
@@ -200,12 +197,6 @@ class Binding:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Make the gradients ready; with a closure, after the closure's backward."""
-        if self._scales_itself is not None and hasattr(optimizer, "found_inf"):
-            raise ShardingError(
-                "a GradScaler cannot step this optimizer: each rank's scaler would see overflow "
-                "only in the gradients that the rank owns, so ranks would skip different steps. "
-                'Use precision="bf16", which needs no loss scaling, or stage 0'
-            )
         # After a step that raised they may still be hidden.
         self.unit_steps.show()
         self.adopt_new_groups()
@@ -224,7 +215,7 @@ class Binding:
         return (args[0], closure_then_ready, *args[2:]), kwargs
 
     def _make_ready(self) -> None:
-        self._is_skipped = False
+        self._is_skipped = were_local = False
         limits = set()
         for engine, backward in self.engines:
             engine.end_forgotten_hold()
@@ -234,12 +225,12 @@ class Binding:
                     "gathered values are written back afterwards. Step outside of it"
                 )
             engine.check_parameters()
-            backward.flush()
+            were_local |= backward.flush()
             # Units gathered on touch would keep the values from before the step.
             engine.rest()
             engine.events.phase = "step"
             limits.add(engine.config.max_grad_norm)
-        if agree_on_overflow(self._parts()):
+        if self._have_overflowed(were_local=were_local):
             self._skip()
             return
         for limit in limits - {None}:
@@ -249,6 +240,13 @@ class Binding:
             for unit in self.units:
                 self.unit_steps.run(unit)
             self.unit_steps.hide(self.units)
+
+    def _have_overflowed(self, *, were_local: bool) -> bool:
+        """Whether gradients are too large for this step, on any rank."""
+        parts = self._parts()
+        if is_stepping(self.optimizer):
+            return agree_by_hand(self.optimizer, parts, were_local=were_local)
+        return agree_on_overflow(parts)
 
     def _parts(self) -> list[tuple[Engine, list[Gradients]]]:
         """The gradients that this optimizer steps, by model."""
@@ -298,7 +296,7 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
             continue
         if unit.gradients.has_local:
             unit.gradients.clear(keep_means=True)
-        unit.gradients.found_inf.zero_()
+        unit.gradients.forget_overflow()
     if set_to_none:
         for engine, _ in binding.engines:
             engine.owned.hide(binding.units)

@@ -163,6 +163,8 @@ class OwnedGradients:
             for number, parameter in enumerate(self._parameters)
         ]
         self._norms: dict[float, torch.Tensor] = {}
+        # Which parameters' norms have been asked for since they were measured.
+        self._asked: dict[float, set[int]] = {}
         self._shown: list[int] = []
 
     def show(self) -> None:
@@ -228,10 +230,14 @@ class OwnedGradients:
     def norm(self, number: int, order: float) -> torch.Tensor:
         """The norm of one parameter's whole gradient, 0-d; a collective at the first call.
 
-        All ranks must ask, as they do where they clip.
+        All ranks must ask, as they do where they clip. One collective serves all parameters once;
+        whoever asks again has it measured again: by then somebody may have changed the pieces
+        (`GradScaler.unscale_`).
         """
-        if order not in self._norms:
+        if order not in self._norms or number in self._asked[order]:
             self._norms[order] = self.norms(order)
+            self._asked[order] = set()
+        self._asked[order].add(number)
         return self._norms[order][number]
 
     def scale(self, factor: torch.Tensor) -> None:
