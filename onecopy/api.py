@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -159,18 +159,22 @@ def unshard(model: Models) -> Models:
 
 
 @contextmanager
-def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
+def full_parameters(model: nn.Module, *, grads: bool = False) -> Iterator[nn.Module]:
     """Inside, every parameter of the model has its full values, to read and to change.
 
     All ranks must enter together, and make the same changes: each rank's own slice of them
     reaches the masters at the end of the block. Forward passes inside need no communication, so
     ranks may run different ones (generation, evaluation). `optimizer.step()` is refused inside.
 
+    Args:
+        grads: also show the reduced gradients: `param.grad` is a plain tensor like the parameter,
+            or None where no rank has a gradient. Changes to them count in the next step.
+
     Raises:
         ShardingError: the model is not sharded.
     """
     engine: Engine = handle.of(model).engine
-    with engine.hold():
+    with engine.hold(), engine.owned.revealed() if grads else nullcontext():
         yield model
 
 

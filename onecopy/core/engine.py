@@ -126,7 +126,7 @@ class Engine:
                     "onecopy.full_parameters(model), or replace it before shard"
                 )
 
-        self.owned.check()
+        self.owned.settle()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 if unit.state is UnitState.GATHERED:

@@ -5,17 +5,20 @@ The gradient of a parameter lies in pieces with its owners. Loops and trainers n
 that would clip by different norms on different ranks, without a word. So after a backward
 `param.grad` is an `OwnedGradient`: its norms are those of the whole gradient (one collective
 serves all parameters), scaling and clamping it in place acts on the owned pieces, and everything
-that would need its values raises. It vanishes before autograd accumulates again.
+else gathers the whole gradient, on all ranks together. It vanishes before autograd accumulates
+again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.core.whole_gradients import WholeGradients, own_part
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ class OwnedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Norms, in-place scaling and metadata; everything else raises."""
+        """Norms, in-place scaling and metadata as such; everything else on whole gradients."""
         kwargs = kwargs or {}
         if func in _METADATA or func is OwnedGradient.__repr__:
             with torch._C.DisableTorchFunctionSubclass():
@@ -103,17 +106,65 @@ class OwnedGradient(torch.Tensor):
             order = _norm_order(func, args, kwargs)
             if order is not None:
                 return first._gradients.norm(first._number, order)
-            if func in _IN_PLACE_FUNCTIONS:
+            if func in _IN_PLACE_FUNCTIONS and _are_numbers(args[1:], kwargs):
                 first._gradients.change(first._number, func, args[1:], kwargs)
                 return first
-        raise ShardingError(_describe(args, getattr(func, "__name__", str(func))))
+        if func in _FOREACH and _are_numbers(args[1:], kwargs):
+            stand_ins = list(_flatten(first))
+            if all(isinstance(one, OwnedGradient) for one in stand_ins):
+                return [_FOREACH[func](one, *args[1:], **kwargs) for one in stand_ins]
+        return _on_whole_gradients(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Operations that come past __torch_function__, from within torch."""
-        raise ShardingError(_describe(args, str(func)))
+        found = [one for one in _flatten(args) if isinstance(one, OwnedGradient)]
+        name = found[0]._gradients.names[found[0]._number] if found else "a parameter"
+        raise ShardingError(
+            f"the gradient of {name} lies in pieces with its owners, and {func} asks for its values "
+            "from within torch: look at it inside onecopy.full_parameters(model, grads=True), where "
+            "it is a plain tensor"
+        )
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, dict):
+        yield from _flatten(list(value.values()))
+    else:
+        yield value
+
+
+def _are_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """No tensor with a shape among them: on a piece they mean what they mean on the whole."""
+    return not any(
+        isinstance(one, torch.Tensor) and one.dim() for one in _flatten([*args, *kwargs.values()])
+    )
+
+
+def _on_whole_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `func` with whole gradients in the place of stand-ins; writes reach the pieces."""
+    owners: dict[OwnedGradients, None] = {}
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, OwnedGradient):
+            owners.setdefault(value._gradients)
+            return value._gradients.whole(value._number, getattr(func, "__name__", str(func)))
+        if isinstance(value, dict):
+            return {key: whole(item) for key, item in value.items()}
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return type(value)(whole(item) for item in value)
+        return value
+
+    result = func(*whole(args), **whole(kwargs))
+    for owner in owners:
+        # In-place functions return what they were given.
+        result = owner.take_writes(result)
+    return result
 
 
 def _norm_order(
@@ -130,18 +181,6 @@ def _norm_order(
     return 2.0 if order == "fro" else float(order)
 
 
-def _describe(args: Any, operation: str) -> str:
-    items = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
-    found = [one for one in items if isinstance(one, OwnedGradient)]
-    name = found[0]._gradients.names[found[0]._number] if found else "a parameter"
-    return (
-        f"the gradient of {name} lies in pieces with its owners, so {operation} has no values to "
-        "work on. Norms and in-place scaling or clamping work here (and "
-        "torch.nn.utils.clip_grad_norm_); the owned pieces are the .grad of the parameters in "
-        "optimizer.param_groups"
-    )
-
-
 class OwnedGradients:
     """The stand-ins of one model's parameters, and what they know together."""
 
@@ -155,6 +194,7 @@ class OwnedGradients:
             if parameter.numel()
         ]
         self._units = [unit for unit, _ in places]
+        self._indices = [index for _, index in places]
         self.names = [unit.names[index] for unit, index in places]
         self._parameters = [unit.parameters[index] for unit, index in places]
         self._pieces = [unit.pieces.get(index) for unit, index in places]
@@ -162,10 +202,11 @@ class OwnedGradients:
             OwnedGradient(self, number, parameter)
             for number, parameter in enumerate(self._parameters)
         ]
+        self._wholes = WholeGradients(collectives)
         self._norms: dict[float, torch.Tensor] = {}
         # Which parameters' norms have been asked for since they were measured.
         self._asked: dict[float, set[int]] = {}
-        self._shown: list[int] = []
+        self._shown: dict[int, None] = {}
 
     def show(self) -> None:
         """After a reduce: every trainable parameter has a gradient to measure and to scale.
@@ -173,12 +214,13 @@ class OwnedGradients:
         Also one that got none: ranks need not know of one another's, and its norm is zero.
         """
         self._norms.clear()
-        self._shown = []
+        self._wholes.drop()
+        self._shown.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
                     parameter.grad = self._stand_ins[number]
-                    self._shown.append(number)
+                    self._shown[number] = None
 
     def hide(self, units: Collection[Unit] | None = None) -> None:
         """Before autograd accumulates again, which would fail on a stand-in; or zero_grad.
@@ -188,44 +230,97 @@ class OwnedGradients:
         """
         if not self._shown:
             return
-        self.notice_cleared()
+        self.settle()
         self._norms.clear()
         hidden = [one for one in self._shown if units is None or self._units[one] in units]
-        self._shown = sorted(set(self._shown) - set(hidden))
+        for number in hidden:
+            del self._shown[number]
         with torch._C.DisableTorchFunctionSubclass():
+            # Before the whole ones are forgotten.
             for number in hidden:
-                if self._parameters[number].grad is self._stand_ins[number]:
+                gradient = self._parameters[number].grad
+                if gradient is not None and self._is_own(gradient):
                     self._parameters[number].grad = None
+        self._wholes.drop()
 
-    def notice_cleared(self) -> None:
-        """`p.grad = None` by the user means here, too, that the gradient is gone.
+    def settle(self) -> None:
+        """Take over what the user has done to `param.grad` since the last look.
 
-        So does `zero_grad()` of a part of the model, or of a module around it.
+        Before every use of the pieces' gradients: values written into whole gradients reach the
+        pieces; `p.grad = None` (or zero_grad() of a part, or of a module around this one) means
+        here, too, that the gradient is gone; a tensor put there takes its place.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            for number in self._shown:
-                piece = self._pieces[number]
-                if piece is not None and self._parameters[number].grad is None:
-                    piece.grad = None
-
-    def check(self) -> None:
-        """Before a step: gradients must have come by `backward`.
-
-        Raises:
-            ShardingError: somebody has put a gradient of his own into `param.grad`; a step would
-                not see it.
-        """
-        self.notice_cleared()
-        with torch._C.DisableTorchFunctionSubclass():
+        self._wholes.take_writes()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
                 gradient = parameter.grad
-                if gradient is not None and type(gradient) is not OwnedGradient:
-                    raise ShardingError(
-                        f"the gradient of {self.names[number]} was put into param.grad by hand, "
-                        "where the step of a sharded model does not see it: let loss.backward() "
-                        "make gradients, or change the owned pieces, the .grad of the parameters "
-                        "in optimizer.param_groups. Set param.grad = None to go on"
-                    )
+                if gradient is None:
+                    if number in self._shown and (piece := self._pieces[number]) is not None:
+                        piece.grad = None
+                elif not self._is_own(gradient):
+                    self._take(number, gradient)
+
+    def _is_own(self, gradient: torch.Tensor) -> bool:
+        return type(gradient) is OwnedGradient or self._wholes.place_of(gradient) is not None
+
+    def _take(self, number: int, gradient: torch.Tensor) -> None:
+        """A whole gradient of the user's takes the place of the reduced one."""
+        unit, index = self._units[number], self._indices[number]
+        piece = self._pieces[number]
+        if piece is not None:
+            piece.grad = own_part(unit, index, gradient).to(unit.dtypes.gradient, copy=True)
+        self._parameters[number].grad = self._stand_ins[number]
+        self._shown[number] = None
+        self._norms.clear()
+
+    def whole(self, number: int, what: str) -> torch.Tensor:
+        """The whole gradient of one parameter, in its dtype; a collective, so all ranks ask."""
+        self.settle()
+        what = f"the gradient of {self.names[number]} ({what})"
+        return self._wholes.get(self._units[number], self._indices[number], what)
+
+    def take_writes(self, result: Any) -> Any:
+        """After a function on whole gradients: `result`, a stand-in where it is one of them."""
+        self._norms.clear()
+        place = self._wholes.place_of(result)
+        self._wholes.take_writes()
+        if place is None:
+            return result
+        return next(
+            self._stand_ins[number]
+            for number, unit in enumerate(self._units)
+            if (unit, self._indices[number]) == place
+        )
+
+    @contextmanager
+    def revealed(self) -> Iterator[None]:
+        """Inside, `param.grad` is a plain tensor with the whole gradient, or None where there is
+        none; what is changed, put there or removed by the end of the block counts.
+        """
+        self.settle()
+        shown = list(self._shown)
+        have_gradients = self._have_gradients()
+        self._wholes.are_kept = True
+        for number in shown:
+            found = have_gradients[number]
+            self._parameters[number].grad = self.whole(number, "grads=True") if found else None
+        try:
+            yield
+        finally:
+            self.settle()
+            self._wholes.are_kept = False
+            self._wholes.drop()
+            for number in shown:
+                parameter = self._parameters[number]
+                if parameter.grad is not None or not have_gradients[number]:
+                    parameter.grad = self._stand_ins[number]
+
+    def _have_gradients(self) -> list[bool]:
+        """Which parameters have a gradient on any rank; a collective."""
+        flags = [float(piece is not None and piece.grad is not None) for piece in self._pieces]
+        device = self._parameters[0].device
+        total = self._collectives.sum_of(torch.tensor(flags, device=device), what="gradients")
+        return [flag > 0 for flag in total.tolist()]
 
     def norm(self, number: int, order: float) -> torch.Tensor:
         """The norm of one parameter's whole gradient, 0-d; a collective at the first call.
@@ -242,25 +337,30 @@ class OwnedGradients:
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a 0-d tensor."""
+        self.settle()
         self._norms.clear()
         grads = [piece.grad for piece in self._pieces if piece is not None]
         present = [grad for grad in grads if grad is not None]
         if present:
             torch._foreach_mul_(present, factor)
+        self._wholes.change(lambda whole: whole.mul_(factor))
 
     def change(
         self, number: int, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> None:
         """Apply an elementwise in-place function to this rank's part of one gradient."""
+        self.settle()
         self._norms.clear()
         piece = self._pieces[number]
-        if piece is not None and piece.grad is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if piece is not None and piece.grad is not None:
                 function(piece.grad, *args, **kwargs)
+            place = (self._units[number], self._indices[number])
+            self._wholes.change(lambda whole: function(whole, *args, **kwargs), place)
 
     def norms(self, order: float) -> torch.Tensor:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""
-        self.notice_cleared()
+        self.settle()
         infinite = order == float("inf")
         device = self._parameters[0].device
         is_double = any(one.dtype == torch.float64 for one in self._parameters)
@@ -283,6 +383,15 @@ class OwnedGradients:
 _IN_PLACE_FUNCTIONS = frozenset(
     getattr(torch.Tensor, name) for name in _IN_PLACE if hasattr(torch.Tensor, name)
 )
+# Functions on lists, and what they do to each.
+_FOREACH: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: torch.linalg.vector_norm,
+    torch._foreach_mul_: torch.Tensor.mul_,
+    torch._foreach_div_: torch.Tensor.div_,
+    torch._foreach_clamp_min_: torch.Tensor.clamp_min_,
+    torch._foreach_clamp_max_: torch.Tensor.clamp_max_,
+    torch._foreach_zero_: torch.Tensor.zero_,
+}
 _METADATA: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name) for name in _METADATA_METHODS]
     + [

@@ -442,6 +442,10 @@ class Unit:
             value = value.new_empty_strided(value.size(), stride).copy_(value)
         return value.as_strided((value.numel(),), (1,))
 
+    def from_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """What is shaped like the piece of parameter `index`, 1-D, in memory order."""
+        return self.in_memory_order(index, values) if self.layout.is_whole else values
+
     def as_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """1-D values of parameter `index`, in memory order, in the shape that its pieces have."""
         if not self.layout.is_whole:
