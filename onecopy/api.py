@@ -37,6 +37,7 @@ from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
+from onecopy.report.dtypes import announce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -319,6 +320,7 @@ def _shard_one(
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
         engine = Engine(model, specs, config, collectives)
+    announce(engine)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events)
     setattr(model, handle.ATTRIBUTE, owner)
