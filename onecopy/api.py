@@ -332,8 +332,14 @@ def _shard_one(
 
 
 def _is_attached(reference: weakref.ref[Handle], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer, which is about to step, has been given to shard."""
     owner = reference()
-    return owner is not None and any(one.optimizer is optimizer for one in owner.bindings)
+    if owner is None or all(one.optimizer is not optimizer for one in owner.bindings):
+        return False
+    if owner.engine.has_unfrozen:
+        owner.engine.has_unfrozen = False
+        _warn_of_unowned(owner)
+    return True
 
 
 def _attach(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -351,18 +357,20 @@ def _warn_of_unowned(owner: Handle) -> None:
     """Parameters in training that no optimizer has are most often a mistake."""
     if not owner.bindings:
         return
+    for one in owner.bindings:
+        one.adopt_new_groups()
     owned = {id(p) for one in owner.bindings for group in one.parameters for p in group}
     missing = [
         name
         for unit in (gradients.unit for gradients in owner.engine.gradients)
         for name, parameter in zip(unit.names, unit.parameters, strict=True)
-        if id(parameter) not in owned and parameter.numel()
+        if id(parameter) not in owned and parameter.numel() and parameter.requires_grad
     ]
     if missing:
         warnings.warn(
             f"{len(missing)} trainable parameters are in no optimizer, {missing[0]} for one: their "
             "gradients are reduced all the same. Freeze them (requires_grad_(False)) before shard, "
-            "or attach the optimizer that updates them",
+            "add them to an optimizer (add_param_group), or attach the one that updates them",
             stacklevel=4,
         )
 

@@ -173,7 +173,9 @@ class Backward:
 
     def segment_key(self) -> tuple[Hashable, ...]:
         """Names the backward that would follow the forwards run so far."""
-        return ("backward", *self._engine.forwards[:MOST_FORWARDS_IN_KEY])
+        engine = self._engine
+        which = f"of trainability {engine.trainability}"
+        return ("backward", which, *engine.forwards[:MOST_FORWARDS_IN_KEY])
 
     def _begin(self) -> None:
         engine = self._engine
@@ -191,6 +193,10 @@ class Backward:
                 gradients.is_fresh = False
             if self.sync:
                 self._agree_on_order()
+
+    def forget_order(self) -> None:
+        """There are other units than before: the next backward agrees anew."""
+        self._order = []
 
     def _agree_on_order(self) -> None:
         """The units to reduce, in order: as they were used, if that was so on all ranks."""
