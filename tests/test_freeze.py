@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -184,3 +186,125 @@ def test_ranks_must_unfreeze_alike(pool: Pool) -> None:
     errors = pool.run(2, unfrozen_on_one_rank, expect_failures=True)
     assert {error.type_name for error in errors} == {"DivergenceError"}
     assert any("unit blocks.1 is trained from now on" in error.message for error in errors)
+
+
+def _lora(model: nn.Module, save: list[str] | None = None) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed: the test extra")
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=save,
+        init_lora_weights=False,
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers for something that transformers wants to rename.
+        warnings.simplefilter("ignore")
+        wrapped: nn.Module = peft.get_peft_model(model, config)
+    return wrapped
+
+
+def train_lora(stage: int | None, save: list[str] | None) -> tuple[list[float], list[Tensor]]:
+    """Losses in training, merged, unmerged and unloaded; and what was trained."""
+    name = "hf_llama"
+    model = _lora(models.build(name), save)
+    optimizer = _sgd(_trainable(model))
+    if stage is not None:
+        onecopy.shard(model, optimizer, stage=stage)
+    losses = []
+    for step in range(3):
+        loss = models.loss(model, models.batch(name, step, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for change in (model.merge_adapter, model.unmerge_adapter):
+        with onecopy.full_parameters(model) if stage is not None else nullcontext():
+            change()
+        with torch.no_grad():
+            losses.append(models.loss(model, models.batch(name, 9, 0)).item())
+    if stage is not None:
+        onecopy.unshard(model)
+    trained = [parameter.detach().clone() for parameter in _trainable(model)]
+    plain = model.merge_and_unload()
+    with torch.no_grad():
+        losses.append(models.loss(plain, models.batch(name, 9, 0)).item())
+    return losses, trained
+
+
+@pytest.mark.slow  # to import peft takes long
+@pytest.mark.sampled("world, stage", EVERY, 4, always=[(2, 3)])
+@pytest.mark.parametrize("save", [None, ["lm_head"]])
+def test_lora_by_peft(pool: Pool, world: int, stage: int, save: list[str] | None) -> None:
+    """The base stays frozen; adapters and saved modules are trained, merged and taken out."""
+    losses, trained = train_lora(None, save)
+    for others, values in pool.run(world, train_lora, stage, save):
+        torch.testing.assert_close(others, losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(values, trained, rtol=1e-5, atol=1e-6)
+
+
+def lora_after_shard(stage: int) -> list[str]:
+    """What is said at the first forward, and when an optimizer for the adapters is attached."""
+    model = models.build("hf_llama")
+    onecopy.shard(model, stage=stage)
+    wrapped = _lora(model)
+    optimizer = _sgd(_trainable(wrapped))
+    said = []
+    for attempt in (
+        lambda: models.loss(wrapped, models.batch("hf_llama", 0, 0)),
+        lambda: onecopy.shard(model, optimizer),
+    ):
+        with pytest.raises(onecopy.OneCopyError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    with torch.no_grad():
+        models.loss(wrapped, models.batch("hf_llama", 0, 0))
+    return said
+
+
+def add_after_shard(what: str) -> str:
+    """A parameter, a module or a replaced module that came too late."""
+    model = models.build("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=2)
+    models.loss(model, models.batch("gpt", 0, 0)).backward()
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    if what == "parameter":
+        model.blocks[0].bias = nn.Parameter(torch.zeros(16))
+    elif what == "module":
+        model.blocks[1].adapter = nn.Linear(3, 3)
+    elif what == "replaced":
+        model.blocks[2].down = nn.Linear(64, 16)
+    elif what == "nothing in training":
+        model.frozen, model.blocks[1].same = frozen, model.blocks[1].up
+    try:
+        models.loss(model, models.batch("gpt", 0, 0)).backward()
+    except onecopy.OneCopyError as error:
+        return str(error)
+    optimizer.step()
+    return ""
+
+
+ADDED = {
+    "parameter": "blocks.0.bias for one",
+    "module": "blocks.1.adapter.weight for one",
+    "replaced": "blocks.2.down.weight for one",
+    "nothing in training": "",
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_parameters_added_after_shard_are_refused(pool: Pool, what: str) -> None:
+    """At the first forward: they would be trained on each rank by itself."""
+    (said,) = pool.run(1, add_after_shard, what)
+    assert ADDED[what] in said and bool(said) == bool(ADDED[what])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lora_after_shard_is_refused(pool: Pool, stage: int) -> None:
+    """Before anything is trained on one rank only."""
+    (said,) = pool.run(1, lora_after_shard, stage)
+    assert "16 trainable" in said[0] or "8 trainable" in said[0]
+    assert all("shard" in text for text in said)
+    assert "before shard (with PEFT: get_peft_model, then shard)" in said[0]

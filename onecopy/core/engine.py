@@ -89,6 +89,7 @@ class Engine:
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._structure = _structure_of(model)
 
     def _make_loss_scale(self) -> LossScale | None:
         fixed = self.config.precision_policy.loss_scale
@@ -141,6 +142,32 @@ class Engine:
                 if unit.state is UnitState.GATHERED:
                     # Where parameters stay, changes made in between are kept here.
                     unit.keep_changes()
+
+    def refuse_strangers(self) -> None:
+        """A forward begins: nothing averages the gradients of parameters that came after shard.
+
+        Raises:
+            ShardingError: there are some, in training.
+        """
+        if all(
+            held == tuple(module._modules.values()) and count == len(module._parameters)
+            for module, held, count in self._structure
+        ):
+            return
+        strangers = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and parameter.numel() and self.find(parameter) is None
+        ]
+        if strangers:
+            raise ShardingError(
+                f"{len(strangers)} trainable parameters were added to this "
+                f"{type(self.model).__name__} after shard, {strangers[0]} for one: nothing would "
+                "average their gradients over the ranks. Add them before shard (with PEFT: "
+                "get_peft_model, then shard), or call onecopy.unshard(model), add them, and shard "
+                "again"
+            )
+        self._structure = _structure_of(self.model)
 
     def look_at_trainability(self) -> list[Gradients]:
         """A forward begins: which parameters are in training? Returns gradients that are new."""
@@ -336,6 +363,14 @@ class Engine:
                 unit.take_values()
                 unit.split_master()
                 self.release(unit, settled=True)
+
+
+def _structure_of(model: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
+    """What holds parameters: each module with its children and its number of parameters."""
+    return [
+        (module, tuple(module._modules.values()), len(module._parameters))
+        for module in model.modules()
+    ]
 
 
 def _units_inside(unit: Unit, units: list[Unit]) -> frozenset[Unit]:

@@ -157,6 +157,7 @@ class Hooks(NotCopied):
         key: Hashable = f"{kind} of {self._names[module] or type(module).__name__}"
         if torch.is_grad_enabled():
             engine.owned.hide()
+            engine.refuse_strangers()
             self._look_at_trainability()
             engine.forwards.append(key)
         engine.events.phase = "forward"
