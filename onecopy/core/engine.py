@@ -213,7 +213,8 @@ class Engine:
                     "before shard and freeze afterwards"
                 )
         gradients = unit.unfreeze(dtypes)
-        gradients.loss_scale = self.loss_scale
+        if self.loss_scale is not None:
+            gradients.scale_by(self.loss_scale)
         return gradients
 
     # Verbs ------------------------------------------------------------------------------------
