@@ -33,6 +33,7 @@ from onecopy.core.partition import assign_owners, find_units
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
+from onecopy.core.step_in_backward import check_step_in_backward
 from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
@@ -292,7 +293,9 @@ def _units_of(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    specs = find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    check_step_in_backward(config, specs)
+    return specs
 
 
 def _shard_one(

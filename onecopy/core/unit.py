@@ -295,6 +295,11 @@ class Unit:
         self.take_values()
         self._versions = versions
 
+    def note_update(self) -> None:
+        """The masters changed within a backward: autograd shall refuse what it saved before."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def _is_repointed(self) -> bool:
         """Whether somebody has given a parameter other memory (`p.data = ...`)."""
         base, itemsize = self.flat.data_ptr(), self.flat.itemsize
