@@ -33,10 +33,12 @@ from onecopy.core.partition import assign_owners, find_units
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
+from onecopy.core.step_in_backward import check_step_in_backward
 from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
+from onecopy.report.dtypes import announce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -295,7 +297,9 @@ def _units_of(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    specs = find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    check_step_in_backward(config, specs)
+    return specs
 
 
 def _shard_one(
@@ -323,6 +327,7 @@ def _shard_one(
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
         engine = Engine(model, specs, config, collectives)
+    announce(engine)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events)
     setattr(model, handle.ATTRIBUTE, owner)
@@ -334,8 +339,14 @@ def _shard_one(
 
 
 def _is_attached(reference: weakref.ref[Handle], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer, which is about to step, has been given to shard."""
     owner = reference()
-    return owner is not None and any(one.optimizer is optimizer for one in owner.bindings)
+    if owner is None or all(one.optimizer is not optimizer for one in owner.bindings):
+        return False
+    if owner.engine.has_unfrozen:
+        owner.engine.has_unfrozen = False
+        _warn_of_unowned(owner)
+    return True
 
 
 def _attach(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -353,18 +364,20 @@ def _warn_of_unowned(owner: Handle) -> None:
     """Parameters in training that no optimizer has are most often a mistake."""
     if not owner.bindings:
         return
+    for one in owner.bindings:
+        one.adopt_new_groups()
     owned = {id(p) for one in owner.bindings for group in one.parameters for p in group}
     missing = [
         name
         for unit in (gradients.unit for gradients in owner.engine.gradients)
         for name, parameter in zip(unit.names, unit.parameters, strict=True)
-        if id(parameter) not in owned and parameter.numel()
+        if id(parameter) not in owned and parameter.numel() and parameter.requires_grad
     ]
     if missing:
         warnings.warn(
             f"{len(missing)} trainable parameters are in no optimizer, {missing[0]} for one: their "
             "gradients are reduced all the same. Freeze them (requires_grad_(False)) before shard, "
-            "or attach the optimizer that updates them",
+            "add them to an optimizer (add_param_group), or attach the one that updates them",
             stacklevel=4,
         )
 

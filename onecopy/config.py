@@ -93,6 +93,10 @@ class Config:
     whole_parameters: cut no trainable parameter of this call: each lies on one rank, in its own
         shape, balanced over the ranks. For optimizers of your own that look at whole matrices;
         those that are known to (Muon, Adafactor, Shampoo, ...) get it without being asked.
+    step_in_backward: True updates each unit as soon as its gradients are reduced, within backward,
+        so that no gradient is kept; optimizer.step() then only completes the step. max_grad_norm
+        clips by the norm of the step before; with "two-pass" by the step's own: then
+        optimizer.step(closure) runs the closure twice. See docs/memory-lean.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -104,6 +108,7 @@ class Config:
     units: tuple[str, ...] | None = None
     prefetch_bytes: int | None = None
     max_grad_norm: float | None = None
+    step_in_backward: bool | str = False
     whole_parameters: bool = False
     saved_tensors: str = "auto"
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
@@ -127,6 +132,14 @@ class Config:
             raise ConfigError(
                 f"max_grad_norm={self.max_grad_norm}: give a positive norm, or None for no clipping"
             )
+
+        if not isinstance(self.step_in_backward, bool):
+            _check_choice("step_in_backward", self.step_in_backward, ("two-pass",))
+            if self.max_grad_norm is None:
+                raise ConfigError(
+                    'step_in_backward="two-pass" measures the gradients in order to clip them: '
+                    "give max_grad_norm too, or say step_in_backward=True"
+                )
 
     @property
     def precision_policy(self) -> Precision:

@@ -62,7 +62,7 @@ def train(  # noqa: PLR0913 - the options of a run, each with a default
     dtype = COMPUTE_DTYPE[precision]
     compute = master if dtype is torch.float32 else _lowered(master, dtype, keep, keep_casts)
     optimizer = make_optimizer(master)
-    buffers = [_copy_buffers(compute) for _ in batches[0]]
+    buffers = [_copy_buffers(compute) for _ in max(batches, key=len)]
     result = Result([], {}, buffers)
     for step_batches in batches:
         if compute is not master:

@@ -329,15 +329,6 @@ def step_inside() -> None:
         optimizer.step()
 
 
-def unfrozen_later() -> None:
-    model = _blocks()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    onecopy.shard(model, optimizer)
-    model[0].requires_grad_(True)
-    _step(model, optimizer)
-
-
 def attached_twice() -> None:
     model = _blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -361,7 +352,6 @@ MISUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
     "clip": (clip_plain, ["Sequential is not sharded"]),
     "unshard": (unshard_plain, ["Sequential is not sharded"]),
     "step inside full_parameters": (step_inside, ["inside full_parameters", "outside"]),
-    "unfrozen later": (unfrozen_later, ["0.weight", "frozen at shard"]),
     "attached twice": (attached_twice, ["attached already"]),
     "deepcopy": (copied_in_part, ["cannot be copied", "copy the whole model"]),
     "pickle": (pickled, ["cannot be pickled", "state_dict()"]),

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import onecopy
-from onecopy.errors import ShardingError
 from tests import models, reference
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
@@ -220,7 +219,7 @@ def change_gradients(
     14,
     always=[("gpt", 2, 3, "views", False), ("unused", 3, 3, "replace", True)],
 )
-def test_gradients_are_what_one_process_has(  # noqa: PLR0913 - one for each choice
+def test_gradients_are_what_one_process_has(
     pool: Pool, name: str, world: int, stage: int, how: str, inside: bool
 ) -> None:
     """To read, to change in every way, to replace, to remove; then the step uses them."""

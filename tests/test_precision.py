@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict, namedtuple
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -416,3 +419,29 @@ def test_a_model_in_bf16_trains_with_fp32_masters(pool: Pool) -> None:
     )
     for name, value in expected.parameters.items():
         assert torch.equal(runs[0][name], value), name
+
+
+# What is said ---------------------------------------------------------------------------------
+
+
+def said(settings: dict[str, Any], level: int) -> str:
+    logging.getLogger("onecopy").setLevel(level)
+    model = models.build("frozen")
+    with redirect_stderr(StringIO()) as written:
+        onecopy.shard(model, OPTIMIZERS["sgd"](model), **settings)
+    return written.getvalue()
+
+
+def test_the_dtypes_are_printed_once(pool: Pool) -> None:
+    """On the first rank, unless all is fp32 or the logger is told to be silent."""
+    policy = Precision(compute="bf16", keep_fp32=("LayerNorm",))
+    first, second = pool.run(2, said, {"precision": policy}, logging.NOTSET)
+    assert second == ""
+    assert first == (
+        "onecopy: 11.1k parameters, compute bf16, reduce bf16, masters fp32, gradients fp32; "
+        "frozen: 3.8k in bf16; in fp32: 7 LayerNorm\n"
+    )
+    (scaled,) = pool.run(1, said, {"precision": "fp16"}, logging.NOTSET)
+    assert "loss scale 65536 (dynamic)" in scaled and "in fp32" not in scaled
+    assert pool.run(1, said, {"precision": "fp32"}, logging.NOTSET) == [""]
+    assert pool.run(1, said, {"precision": policy}, logging.WARNING) == [""]

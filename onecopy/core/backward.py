@@ -28,6 +28,7 @@ from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import refuse_bypass
+from onecopy.core.step_in_backward import StepInBackward
 
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
@@ -54,10 +55,12 @@ class Backward:
 
     Attributes:
         sync: False under no_sync: gradients stay on this rank.
+        stepper: updates units within backward; None where the step does that.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.sync = True
+        self.stepper = StepInBackward(engine) if engine.config.step_in_backward else None
         self._engine = engine
         self._tasks: list[int] = []
         self._frames = 0
@@ -98,6 +101,8 @@ class Backward:
         """A module runs forward within backward: checkpointing."""
         self.enter()
         engine = self._engine
+        if self.stepper is not None:
+            self.stepper.refuse_taken(units)
         if not engine.stage.releases:
             return
         for unit in units:
@@ -130,6 +135,8 @@ class Backward:
         if gradient is None:
             return
         parameter.grad = None
+        if self.stepper is not None:
+            self.stepper.arrived(gradients, index, is_nested=len(self._tasks) > 1)
         if gradients.needs_buffer:
             self._make_room()
         if _is_grad_enabled():
@@ -173,10 +180,14 @@ class Backward:
 
     def segment_key(self) -> tuple[Hashable, ...]:
         """Names the backward that would follow the forwards run so far."""
-        return ("backward", *self._engine.forwards[:MOST_FORWARDS_IN_KEY])
+        engine = self._engine
+        which = f"of trainability {engine.trainability}"
+        return ("backward", which, *engine.forwards[:MOST_FORWARDS_IN_KEY])
 
     def _begin(self) -> None:
         engine = self._engine
+        if self.stepper is not None and self._accumulates:
+            self.stepper.begin()
         engine.events.phase = "backward"
         engine.begin_segment(self.segment_key())
         engine.forwards.clear()
@@ -191,6 +202,10 @@ class Backward:
                 gradients.is_fresh = False
             if self.sync:
                 self._agree_on_order()
+
+    def forget_order(self) -> None:
+        """There are other units than before: the next backward agrees anew."""
+        self._order = []
 
     def _agree_on_order(self) -> None:
         """The units to reduce, in order: as they were used, if that was so on all ranks."""
@@ -221,11 +236,14 @@ class Backward:
             pass
         elif self.sync:
             self._reduce_rest()
-            self._engine.owned.show()
+            self._done.clear()
         else:
             for gradients in self._engine.gradients:
                 gradients.keep_local()
         self._engine.rest()
+        if self.sync and self._accumulates:
+            are_applied = self.stepper is not None and self.stepper.end()
+            self._engine.owned.show(are_applied=are_applied)
         self._engine.schedule.end()
         self._engine.events.phase = "api"
 
@@ -250,12 +268,17 @@ class Backward:
         for older in list(self._in_flight):
             if older.advance_reduce():
                 self._in_flight.remove(older)
-                older.finish_reduce()
+                self._finish(older)
         self._in_flight.append(gradients)
+
+    def _finish(self, gradients: Gradients, *, keep: bool = True) -> None:
+        gradients.finish_reduce(keep=keep)
+        if self.stepper is not None and keep:
+            self.stepper.reduced(gradients, is_done=gradients.unit in self._done)
 
     def _finish_all(self, *, keep: bool = True) -> None:
         while self._in_flight:
-            self._in_flight.popleft().finish_reduce(keep=keep)
+            self._finish(self._in_flight.popleft(), keep=keep)
 
     def _make_room(self) -> None:
         """Where gradients are cut, at most one unit's full gradients exist at a time."""
@@ -326,19 +349,33 @@ class Backward:
                 for gradients in engine.gradients:
                     gradients.keep_local()
         else:
-            launched = engine.collectives.agreement.exchange(
-                "recovery from an exception in backward", str(self._next)
+            taken = [] if self.stepper is None else self.stepper.taken
+            reports = engine.collectives.agreement.exchange(
+                "recovery from an exception in backward", " ".join(map(str, (self._next, *taken)))
             )
+            launched, *taken = _merge(reports)
+            self._done.clear()
             with torch.no_grad():
-                for gradients in self._order[self._next : max(int(item) for item in launched)]:
+                for gradients in self._order[self._next : launched]:
                     self._launch(gradients)
-                self._finish_all(keep=False)
+                while self._in_flight:
+                    gradients = self._in_flight.popleft()
+                    # What one rank has applied, all ranks have sent whole.
+                    self._finish(gradients, keep=gradients.unit.number in taken)
+                if self.stepper is not None:
+                    self.stepper.failed(taken)
             for gradients in engine.gradients:
                 gradients.clear(keep_means=not gradients.is_fresh)
                 gradients.expect_all()
         engine.schedule.end(failed=True)
         engine.rest()
         engine.events.phase = "api"
+
+
+def _merge(reports: Sequence[str]) -> list[int]:
+    """How many reduces the furthest rank has launched, then the units that any has updated."""
+    numbers = [[int(number) for number in report.split()] for report in reports]
+    return [max(one[0] for one in numbers), *{taken for one in numbers for taken in one[1:]}]
 
 
 def _running_backwards() -> tuple[int, bool, Sequence[Any]]:

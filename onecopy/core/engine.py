@@ -15,6 +15,7 @@ from torch import nn
 
 from onecopy.core.loss_scale import LossScale
 from onecopy.core.owned import OwnedGradients
+from onecopy.core.precision import dtypes_of
 from onecopy.core.schedule import Schedule
 from onecopy.core.stages import STAGES
 from onecopy.core.touch import Touch
@@ -24,6 +25,7 @@ from onecopy.errors import ShardingError
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives
     from onecopy.config import Config
+    from onecopy.core.gradients import Gradients
 
 __all__ = ["Engine"]
 
@@ -37,6 +39,9 @@ class Engine:
         owned: what parameters show as their gradients after a reduce.
         loss_scale: where gradients are fp16; see `core/loss_scale.py`.
         used: units in the order of their first use in forward.
+        trainability: a number for each choice of parameters in training that there has been.
+        has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
+            whether an optimizer has their parameters.
         forwards: keys of the forwards since the last backward; they name the backward's segment.
     """
 
@@ -62,6 +67,10 @@ class Engine:
         self.loss_scale = self._make_loss_scale()
         self.owned = OwnedGradients(self.units, collectives)
         self.used: dict[Unit, None] = {}
+        self.has_unfrozen = False
+        self.trainability = 0
+        self._pattern: tuple[bool, ...] = ()
+        self._patterns: dict[tuple[bool, ...], int] = {}
         self.forwards: list[Hashable] = []
         self._held = 0
         self._hook_holds = 0
@@ -80,6 +89,7 @@ class Engine:
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._structure = _structure_of(model)
 
     def _make_loss_scale(self) -> LossScale | None:
         fixed = self.config.precision_policy.loss_scale
@@ -115,7 +125,7 @@ class Engine:
 
         Raises:
             ShardingError: one was replaced, so that its new values would be neither trained nor
-                saved; or it was frozen and is not any more.
+                saved.
         """
         for held, key, name, parameter in self._holders:
             if held.get(key, parameter) is not parameter:
@@ -132,12 +142,80 @@ class Engine:
                 if unit.state is UnitState.GATHERED:
                     # Where parameters stay, changes made in between are kept here.
                     unit.keep_changes()
-                if unit.gradients is None and any(one.requires_grad for one in unit.parameters):
-                    raise ShardingError(
-                        f"parameters of unit {unit.name} ({unit.names[0]} for one) were frozen at "
-                        "shard and require gradients now: nothing averages or applies them. Call "
-                        "requires_grad_(True) before shard; freezing later, and undoing that, works"
-                    )
+
+    def refuse_strangers(self) -> None:
+        """A forward begins: nothing averages the gradients of parameters that came after shard.
+
+        Raises:
+            ShardingError: there are some, in training.
+        """
+        if all(
+            held == tuple(module._modules.values()) and count == len(module._parameters)
+            for module, held, count in self._structure
+        ):
+            return
+        strangers = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and parameter.numel() and self.find(parameter) is None
+        ]
+        if strangers:
+            raise ShardingError(
+                f"{len(strangers)} trainable parameters were added to this "
+                f"{type(self.model).__name__} after shard, {strangers[0]} for one: nothing would "
+                "average their gradients over the ranks. Add them before shard (with PEFT: "
+                "get_peft_model, then shard), or call onecopy.unshard(model), add them, and shard "
+                "again"
+            )
+        self._structure = _structure_of(self.model)
+
+    def look_at_trainability(self) -> list[Gradients]:
+        """A forward begins: which parameters are in training? Returns gradients that are new."""
+        with torch._C.DisableTorchFunctionSubclass():
+            pattern = tuple(one.requires_grad for unit in self.units for one in unit.parameters)
+        if pattern == self._pattern:
+            return []
+        self._pattern = pattern
+        self.trainability = self._patterns.setdefault(pattern, len(self._patterns))
+        return self._unfreeze()
+
+    def _unfreeze(self) -> list[Gradients]:
+        """Units that were frozen and have a parameter in training now: all ranks train them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            units = [
+                unit
+                for unit in self.units
+                if unit.gradients is None and any(one.requires_grad for one in unit.parameters)
+            ]
+        new = []
+        for unit in units:
+            self.collectives.agreement.agree(f"unit {unit.name} is trained from now on")
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                new.append(self._unfreeze_one(unit))
+        if new:
+            self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
+            self.owned = OwnedGradients(self.units, self.collectives)
+            self.has_unfrozen = True
+        return new
+
+    def _unfreeze_one(self, unit: Unit) -> Gradients:
+        """Raises ShardingError where gradients need a loss scale that there is not."""
+        if unit.state is UnitState.GATHERED:
+            unit.keep_changes()
+        is_kept = unit.dtypes.compute == torch.float32
+        trained = next(one for one in unit.parameters if one.requires_grad)
+        dtypes = dtypes_of(trained, self.config.precision_policy, kept=is_kept)
+        if torch.float16 in (dtypes.compute, dtypes.reduce) and self.loss_scale is None:
+            if self.config.precision_policy.loss_scale != 1.0:
+                raise ShardingError(
+                    f"unit {unit.name} computes in fp16 and is trained from now on, in a model "
+                    "that had no fp16 gradients to scale at shard: call requires_grad_(True) "
+                    "before shard and freeze afterwards"
+                )
+        gradients = unit.unfreeze(dtypes)
+        if self.loss_scale is not None:
+            gradients.scale_by(self.loss_scale)
+        return gradients
 
     # Verbs ------------------------------------------------------------------------------------
 
@@ -286,6 +364,14 @@ class Engine:
                 unit.take_values()
                 unit.split_master()
                 self.release(unit, settled=True)
+
+
+def _structure_of(model: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
+    """What holds parameters: each module with its children and its number of parameters."""
+    return [
+        (module, tuple(module._modules.values()), len(module._parameters))
+        for module in model.modules()
+    ]
 
 
 def _units_inside(unit: Unit, units: list[Unit]) -> frozenset[Unit]:

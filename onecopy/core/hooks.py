@@ -55,12 +55,7 @@ class Hooks(NotCopied):
             self._add_module(module)
         self.handles += add_casts(engine.model, engine.config.precision_policy)
         for gradients in engine.gradients:
-            for index, parameter in enumerate(gradients.unit.parameters):
-                if parameter.numel():
-                    hook = partial(
-                        _gradient_arrived, weakref.ref(backward), weakref.ref(gradients), index
-                    )
-                    self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._add_gradients(gradients)
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -76,6 +71,20 @@ class Hooks(NotCopied):
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         )
         self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _add_gradients(self, gradients: Gradients) -> None:
+        for index, parameter in enumerate(gradients.unit.parameters):
+            if not parameter.numel():
+                continue
+            hook = partial(
+                _gradient_arrived, weakref.ref(self._backward), weakref.ref(gradients), index
+            )
+            with torch._C.DisableTorchFunctionSubclass():
+                # A parameter without requires_grad takes no such hook, and may need it later.
+                requires_grad = parameter.requires_grad
+                parameter.requires_grad_(True)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(requires_grad)
 
     # Forward ----------------------------------------------------------------------------------
 
@@ -148,10 +157,19 @@ class Hooks(NotCopied):
         key: Hashable = f"{kind} of {self._names[module] or type(module).__name__}"
         if torch.is_grad_enabled():
             engine.owned.hide()
+            engine.refuse_strangers()
+            self._look_at_trainability()
             engine.forwards.append(key)
         engine.events.phase = "forward"
         engine.begin_segment(key)
         self.saved.begin()
+
+    def _look_at_trainability(self) -> None:
+        new = self._engine.look_at_trainability()
+        for gradients in new:
+            self._add_gradients(gradients)
+        if new:
+            self._backward.forget_order()
 
     def _end(self, *, failed: bool) -> None:
         # After a lost connection rest fails too; the first error is the one to see.

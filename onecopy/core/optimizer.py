@@ -21,6 +21,7 @@ from onecopy.core.compiling import not_compiled
 from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
 from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.core.optimizer_state import register_state_hooks, slice_state
+from onecopy.core.step_in_backward import clip_factor, run_twice, total_norm
 from onecopy.core.unit_step import UnitSteps
 from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
 from onecopy.errors import ShardingError
@@ -85,10 +86,15 @@ class Binding:
         self.parameters: list[list[nn.Parameter]] = []
         self.names: list[list[str] | None] = []
         self._handles: list[RemovableHandle] = register_state_hooks(self)
+        # The models whose last backward has not made this step already.
+        self._behind: list[Engine] = []
         self.unit_steps = UnitSteps(optimizer)
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        for _, backward in engines:
+            if backward.stepper is not None:
+                backward.stepper.bindings.append(self)
         # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
         vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
         self._is_skipped = False
@@ -100,6 +106,9 @@ class Binding:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for _, backward in self.engines:
+            if backward.stepper is not None:
+                backward.stepper.bindings.remove(self)
         vars(self.optimizer).pop("zero_grad", None)
         if self._decides_itself is None:
             delattr(self.optimizer, LEAVES_TO_OPTIMIZER)
@@ -201,12 +210,22 @@ class Binding:
         self.unit_steps.show()
         self.adopt_new_groups()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        passes = [
+            (engine, backward.stepper)
+            for engine, backward in self.engines
+            if backward.stepper is not None and backward.stepper.needs_passes
+        ]
+        if passes and closure is None:
+            raise ShardingError(
+                'optimizer.step() without a closure: step_in_backward="two-pass" runs forward and '
+                "backward twice. Put them into a function and call optimizer.step(function)"
+            )
         if closure is None:
             self._make_ready()
             return None
 
         def closure_then_ready() -> Any:
-            loss = closure()
+            loss = run_twice(passes, self._flush, closure) if passes else closure()
             self._make_ready()
             return loss
 
@@ -216,7 +235,6 @@ class Binding:
 
     def _make_ready(self) -> None:
         self._is_skipped = were_local = False
-        limits = set()
         for engine, backward in self.engines:
             engine.end_forgotten_hold()
             if engine.is_held:
@@ -229,13 +247,21 @@ class Binding:
             # Units gathered on touch would keep the values from before the step.
             engine.rest()
             engine.events.phase = "step"
-            limits.add(engine.config.max_grad_norm)
+        self._behind = [
+            engine
+            for engine, backward in self.engines
+            if backward.stepper is None or not backward.stepper.finish(self)
+        ]
+        if is_stepping(self.optimizer) and len(self._behind) < len(self.engines):
+            raise ShardingError(
+                "a GradScaler with step_in_backward: the backward has updated the parameters with "
+                "gradients that were still scaled. Load a checkpoint, and leave one of both away: "
+                'precision="bf16" needs no scaling'
+            )
         if self._have_overflowed(were_local=were_local):
             self._skip()
             return
-        for limit in limits - {None}:
-            clipped = [e for e, _ in self.engines if e.config.max_grad_norm == limit]
-            clip_gradients(clipped, limit)
+        self._clip()
         if any(unit.steps_alone for unit in self.units):
             for unit in self.units:
                 self.unit_steps.run(unit)
@@ -247,6 +273,23 @@ class Binding:
         if is_stepping(self.optimizer):
             return agree_by_hand(self.optimizer, parts, were_local=were_local)
         return agree_on_overflow(parts)
+
+    def _flush(self) -> None:
+        for _, backward in self.engines:
+            backward.flush()
+
+    def _clip(self) -> None:
+        """Clip by the common norm of the models that have the same limit."""
+        limits = {engine.config.max_grad_norm for engine, _ in self.engines}
+        for limit in (limit for limit in limits if limit is not None):
+            parts = [part for part in self.engines if part[0].config.max_grad_norm == limit]
+            with torch.no_grad():
+                norm = total_norm(engine for engine, _ in parts)
+                for engine, backward in parts:
+                    if engine in self._behind:
+                        engine.owned.scale(clip_factor(norm, limit))
+                    if backward.stepper is not None:
+                        backward.stepper.note_norm(norm)
 
     def _parts(self) -> list[tuple[Engine, list[Gradients]]]:
         """The gradients that this optimizer steps, by model."""
@@ -279,7 +322,8 @@ class Binding:
             return
         with torch.no_grad():
             for engine, _backward in self.engines:
-                engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
+                if engine in self._behind:
+                    engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
                 engine.events.emit("step")
                 engine.events.phase = "api"
 
@@ -316,10 +360,9 @@ def clip_gradients(
     """
     engines = list(engines)
     with torch.no_grad():
-        norms = torch.cat([engine.owned.norms(norm_type) for engine in engines])
-        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+        total = total_norm(engines, norm_type)
         if max_norm is not None:
-            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            factor = clip_factor(total, max_norm)
             for engine in engines:
                 engine.owned.scale(factor)
     return total

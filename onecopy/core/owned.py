@@ -12,7 +12,7 @@ again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +123,9 @@ class OwnedGradient(torch.Tensor):
         found = [one for one in _flatten(args) if isinstance(one, OwnedGradient)]
         name = found[0]._gradients.names[found[0]._number] if found else "a parameter"
         raise ShardingError(
-            f"the gradient of {name} lies in pieces with its owners, and {func} asks for its values "
-            "from within torch: look at it inside onecopy.full_parameters(model, grads=True), where "
-            "it is a plain tensor"
+            f"the gradient of {name} lies in pieces with its owners, and {func} asks for its "
+            "values from within torch: look at it inside onecopy.full_parameters(model, "
+            "grads=True), where it is a plain tensor"
         )
 
 
@@ -207,14 +207,25 @@ class OwnedGradients:
         # Which parameters' norms have been asked for since they were measured.
         self._asked: dict[float, set[int]] = {}
         self._shown: dict[int, None] = {}
+        self._numbers: dict[Unit, list[int]] = {}
+        for number, unit in enumerate(self._units):
+            self._numbers.setdefault(unit, []).append(number)
+        # The gradients were applied in backward. Where they were measured before, as squares of
+        # this rank's parts of the norms.
+        self._are_applied = False
+        self._squares: torch.Tensor | None = None
 
-    def show(self) -> None:
+    def show(self, *, are_applied: bool = False) -> None:
         """After a reduce: every trainable parameter has a gradient to measure and to scale.
 
         Also one that got none: ranks need not know of one another's, and its norm is zero.
+
+        Args:
+            are_applied: they exist no more, the backward has updated the parameters with them.
         """
         self._norms.clear()
         self._wholes.drop()
+        self._are_applied = are_applied
         self._shown.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
@@ -275,6 +286,7 @@ class OwnedGradients:
 
     def whole(self, number: int, what: str) -> torch.Tensor:
         """The whole gradient of one parameter, in its dtype; a collective, so all ranks ask."""
+        self._refuse_applied()
         self.settle()
         what = f"the gradient of {self.names[number]} ({what})"
         return self._wholes.get(self._units[number], self._indices[number], what)
@@ -335,20 +347,26 @@ class OwnedGradients:
         self._asked[order].add(number)
         return self._norms[order][number]
 
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients by a 0-d tensor."""
-        self.settle()
+    def scale(self, factor: torch.Tensor, unit: Unit | None = None) -> None:
+        """Multiply all gradients, or those of one unit, by a 0-d tensor."""
+        self._refuse_applied()
+        if unit is None:
+            self.settle()
         self._norms.clear()
-        grads = [piece.grad for piece in self._pieces if piece is not None]
+        numbers = range(len(self._pieces)) if unit is None else self._numbers.get(unit, [])
+        pieces = [self._pieces[number] for number in numbers]
+        grads = [piece.grad for piece in pieces if piece is not None]
         present = [grad for grad in grads if grad is not None]
         if present:
             torch._foreach_mul_(present, factor)
-        self._wholes.change(lambda whole: whole.mul_(factor))
+        if unit is None:
+            self._wholes.change(lambda whole: whole.mul_(factor))
 
     def change(
         self, number: int, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> None:
         """Apply an elementwise in-place function to this rank's part of one gradient."""
+        self._refuse_applied()
         self.settle()
         self._norms.clear()
         piece = self._pieces[number]
@@ -362,22 +380,56 @@ class OwnedGradients:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""
         self.settle()
         infinite = order == float("inf")
+        with torch.no_grad():
+            if self._are_applied and order == 2.0 and self._squares is not None:
+                local = self._squares.clone()
+            else:
+                self._refuse_applied()
+                local = self._add_powers(self._zeros(), order, range(len(self._pieces)))
+            total = self._collectives.sum_of(local, maximum=infinite)
+            return total if infinite else total ** (1.0 / order)
+
+    def begin_backward(self, *, measures: bool) -> None:
+        """A backward begins that applies gradients; `measures`: after `measure` of each unit."""
+        self._are_applied = False
+        self._squares = self._zeros() if measures else None
+
+    def measure(self, unit: Unit) -> None:
+        """Keep the norms of a unit's gradients, which are about to be applied."""
+        assert self._squares is not None, "this backward measures"
+        with torch.no_grad():
+            self._add_powers(self._squares, 2.0, self._numbers.get(unit, []))
+
+    def _zeros(self) -> torch.Tensor:
         device = self._parameters[0].device
         is_double = any(one.dtype == torch.float64 for one in self._parameters)
         dtype = torch.float64 if is_double else torch.float32
-        local = torch.zeros(len(self._pieces), dtype=dtype, device=device)
+        return torch.zeros(len(self._pieces), dtype=dtype, device=device)
+
+    def _add_powers(
+        self, local: torch.Tensor, order: float, numbers: Iterable[int]
+    ) -> torch.Tensor:
+        """Put norms to the power of their order into their places; largest magnitudes for inf."""
+        pieces = [(number, self._pieces[number]) for number in numbers]
         grads = [
             (number, piece.grad)
-            for number, piece in enumerate(self._pieces)
+            for number, piece in pieces
             if piece is not None and piece.grad is not None
         ]
-        with torch.no_grad():
-            if grads:
-                norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=dtype)
-                values = torch.stack([norm.to(dtype) for norm in norms])
-                local[[number for number, _ in grads]] = values if infinite else values**order
-            total = self._collectives.sum_of(local, maximum=infinite)
-            return total if infinite else total ** (1.0 / order)
+        if grads:
+            norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=local.dtype)
+            values = torch.stack([norm.to(local.dtype) for norm in norms])
+            is_inf = order == float("inf")
+            local[[number for number, _ in grads]] = values if is_inf else values**order
+        return local
+
+    def _refuse_applied(self) -> None:
+        if self._are_applied:
+            raise ShardingError(
+                "these gradients exist no more: with step_in_backward the backward has updated "
+                "the parameters with them. To clip say max_grad_norm=... at shard, which clips by "
+                'the norm of the step before, or step_in_backward="two-pass" with it'
+            )
 
 
 _IN_PLACE_FUNCTIONS = frozenset(

@@ -59,6 +59,8 @@ class Touch:
         assert self._backward is not None, "connected as soon as there are hooks"
         if torch._C._current_graph_task_id() != -1:
             self._backward.enter()
+            if self._backward.stepper is not None:
+                self._backward.stepper.refuse_taken(units)
         else:
             self._backward.recover()
         is_outside = not engine.schedule.is_running

@@ -160,9 +160,30 @@ class Unit:
             for piece in self.layout.pieces(shard.rank)
         }
         self._split: SplitMaster | None = None
+        self._begin_split()
+
+    def _begin_split(self) -> None:
         if self.dtypes.splits_master and not self._stage.releases:
             self._split = SplitMaster(self.own, self._master, self.pieces.values())
             self._split.split()
+
+    def unfreeze(self, dtypes: Dtypes) -> Gradients:
+        """Parameters that were frozen at shard are trained from now on; pieces stay who they are.
+
+        Args:
+            dtypes: as they would have been if the parameters had been trainable at shard.
+        """
+        if dtypes.master != self.dtypes.master:
+            self._master = self._master.to(dtypes.master)
+            for place in self.layout.pieces(self.shard_rank):
+                part = self._master[place.start : place.start + place.numel]
+                self.pieces[place.index].data = self.as_piece(place.index, part)
+        self.dtypes = dtypes
+        for index, piece in self.pieces.items():
+            piece.requires_grad_(self.parameters[index].requires_grad)
+        self._begin_split()
+        self.gradients = Gradients(self, self._collectives, self._stage)
+        return self.gradients
 
     @property
     def master(self) -> torch.Tensor:
@@ -273,6 +294,11 @@ class Unit:
         self._expects_writes = False
         self.take_values()
         self._versions = versions
+
+    def note_update(self) -> None:
+        """The masters changed within a backward: autograd shall refuse what it saved before."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def _is_repointed(self) -> bool:
         """Whether somebody has given a parameter other memory (`p.data = ...`)."""
