@@ -396,6 +396,8 @@ def _add_methods(model: nn.Module, owner: Handle) -> None:
         type(one).zero_grad(one, set_to_none)
         for gradients in handle.of(one).engine.gradients:
             gradients.zero(set_to_none=set_to_none)
+        if set_to_none:
+            handle.of(one).engine.owned.forget()
 
     def apply(convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Called by to(), half(), cuda() and their like, of this module or of one around it."""

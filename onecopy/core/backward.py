@@ -68,6 +68,9 @@ class Backward:
         self._accumulates = True
         self._order: list[Gradients] = []
         self._next = 0
+        # Parameters without a gradient: of this rank's, as last told to the others; of any rank's.
+        self._told: frozenset[tuple[int, int]] = frozenset()
+        self._absent_everywhere: set[tuple[int, int]] = set()
         self._in_flight: deque[Gradients] = deque()
         # Units that need no more of this backward: complete, or left behind for good.
         self._done: set[Unit] = set()
@@ -199,7 +202,7 @@ class Backward:
             if engine.loss_scale is not None:
                 engine.loss_scale.begin_backward()
             for gradients in engine.gradients:
-                gradients.is_fresh = False
+                gradients.begin_backward()
             if self.sync:
                 self._agree_on_order()
 
@@ -243,7 +246,7 @@ class Backward:
         self._engine.rest()
         if self.sync and self._accumulates:
             are_applied = self.stepper is not None and self.stepper.end()
-            self._engine.owned.show(are_applied=are_applied)
+            self._engine.owned.show(self._absent_everywhere, are_applied=are_applied)
         self._engine.schedule.end()
         self._engine.events.phase = "api"
 
@@ -290,17 +293,38 @@ class Backward:
         order = self._order
         rest = order[self._next :]
         late = [one for one in self._engine.gradients if one not in rest and one.has_local]
-        for gradients in rest:
-            self._launch(gradients, unit_flag=bool(late) if gradients is order[-1] else None)
+        for gradients in rest[:-1]:
+            self._launch(gradients)
+        if rest:
+            news = bool(late) or self._absent_here() != self._told
+            self._launch(rest[-1], unit_flag=news)
         self._finish_all()
         if order and order[-1].read_unit_flag():
-            self._reduce_late(late)
+            self._exchange_news(late)
 
-    def _reduce_late(self, late: list[Gradients]) -> None:
-        """All ranks know that some rank has gradients outside the pattern: reduce them too."""
+    def _absent_here(self) -> frozenset[tuple[int, int]]:
+        """The parameters, by unit and number there, that have no gradient of this rank's."""
+        return frozenset(
+            (gradients.unit.number, index)
+            for gradients in self._engine.gradients
+            for index in gradients.absent
+        )
+
+    def _exchange_news(self, late: list[Gradients]) -> None:
+        """All ranks know that some rank has gradients outside the pattern, which are reduced too,
+        or that it lacks others than before: where every rank does, `param.grad` is None.
+        """
+        self._told = self._absent_here()
         mine = " ".join(str(gradients.unit.number) for gradients in late)
-        theirs = self._engine.collectives.agreement.exchange("late gradients", mine)
-        numbers = {int(number) for other in theirs for number in other.split()}
+        absent = " ".join(f"{unit}.{index}" for unit, index in sorted(self._told))
+        exchange = self._engine.collectives.agreement.exchange
+        news = [one.split("|") for one in exchange("late gradients", f"{mine}|{absent}")]
+        everywhere = set.intersection(*(set(lacking.split()) for _, lacking in news))
+        places = (one.split(".") for one in everywhere)
+        self._absent_everywhere = {(int(unit), int(index)) for unit, index in places}
+        self._reduce_late({int(number) for numbers, _ in news for number in numbers.split()})
+
+    def _reduce_late(self, numbers: set[int]) -> None:
         for gradients in self._engine.gradients:
             if gradients.unit.number not in numbers:
                 continue
@@ -320,11 +344,13 @@ class Backward:
         self.recover()
         were_local = any(gradients.has_local for gradients in self._engine.gradients)
         if were_local:
+            for gradients in self._engine.gradients:
+                gradients.begin_backward()
             with torch.no_grad():
                 self._agree_on_order()
                 self._next = 0
                 self._reduce_rest()
-                self._engine.owned.show()
+                self._engine.owned.show(self._absent_everywhere)
         return were_local
 
     def recover(self) -> None:

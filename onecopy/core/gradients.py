@@ -76,6 +76,8 @@ class Gradients:
         self._carried: set[int] = set()
         # Which have arrived in the backward that is running.
         self._arrived: set[int] = set()
+        # Which this rank has brought to no reduce of the running backward.
+        self._absent = self._all
         self._pending: Pending | None = None
         self._unit_flag: torch.Tensor | None = None
         self._flag_is_wanted = False
@@ -100,6 +102,18 @@ class Gradients:
         read by operations before it (through `detach`, or frozen in mid-run).
         """
         return len(self._arrived) == len(self._all)
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The parameters that have no gradient of this rank's, so far in this backward."""
+        if self._pending is None and (self._filled or self._carried):
+            return self._absent - self._filled - self._carried
+        return self._absent
+
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are reduced."""
+        self.is_fresh = False
+        self._absent = self._all
 
     @property
     def has_local(self) -> bool:
@@ -174,6 +188,7 @@ class Gradients:
             self.carry.add_(self.buffer)
             self.buffer.copy_(self.carry)
             self.carry = None
+        self._absent = self.absent
         self._write_flags(bool(unit_flag))
         self._flag_is_wanted = unit_flag is not None
         # Late parameters make all expected again; absent ones are not waited for next time.

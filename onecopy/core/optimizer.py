@@ -343,7 +343,7 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
         unit.gradients.forget_overflow()
     if set_to_none:
         for engine, _ in binding.engines:
-            engine.owned.hide(binding.units)
+            engine.owned.forget(binding.units)
 
 
 def clip_gradients(

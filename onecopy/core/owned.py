@@ -12,7 +12,7 @@ again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +207,8 @@ class OwnedGradients:
         # Which parameters' norms have been asked for since they were measured.
         self._asked: dict[float, set[int]] = {}
         self._shown: dict[int, None] = {}
+        # Which have had a gradient, on any rank, since the last zero_grad.
+        self._present: set[int] = set()
         self._numbers: dict[Unit, list[int]] = {}
         for number, unit in enumerate(self._units):
             self._numbers.setdefault(unit, []).append(number)
@@ -215,12 +217,11 @@ class OwnedGradients:
         self._are_applied = False
         self._squares: torch.Tensor | None = None
 
-    def show(self, *, are_applied: bool = False) -> None:
-        """After a reduce: every trainable parameter has a gradient to measure and to scale.
-
-        Also one that got none: ranks need not know of one another's, and its norm is zero.
+    def show(self, absent: Container[tuple[int, int]] = (), *, are_applied: bool = False) -> None:
+        """After a reduce: every parameter with a gradient has one to measure and to change.
 
         Args:
+            absent: unit and number there of the parameters that no rank had a gradient for.
             are_applied: they exist no more, the backward has updated the parameters with them.
         """
         self._norms.clear()
@@ -229,12 +230,23 @@ class OwnedGradients:
         self._shown.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
-                if parameter.requires_grad:
+                place = (self._units[number].number, self._indices[number])
+                if not parameter.requires_grad:
+                    continue
+                if number in self._present or place not in absent:
+                    self._present.add(number)
                     parameter.grad = self._stand_ins[number]
                     self._shown[number] = None
 
+    def forget(self, units: Collection[Unit] | None = None) -> None:
+        """`zero_grad`: these units' parameters, or all, have no gradient any more."""
+        self.hide(units)
+        self._present = {
+            one for one in self._present if units is not None and self._units[one] not in units
+        }
+
     def hide(self, units: Collection[Unit] | None = None) -> None:
-        """Before autograd accumulates again, which would fail on a stand-in; or zero_grad.
+        """Before autograd accumulates again, which would fail on a stand-in.
 
         Args:
             units: only those of these units; None for all.
@@ -266,22 +278,30 @@ class OwnedGradients:
             for number, parameter in enumerate(self._parameters):
                 gradient = parameter.grad
                 if gradient is None:
-                    if number in self._shown and (piece := self._pieces[number]) is not None:
-                        piece.grad = None
+                    if number in self._shown:
+                        self._remove(number)
                 elif not self._is_own(gradient):
                     self._take(number, gradient)
+
+    def _remove(self, number: int) -> None:
+        self._present.discard(number)
+        piece = self._pieces[number]
+        if piece is not None:
+            piece.grad = None
 
     def _is_own(self, gradient: torch.Tensor) -> bool:
         return type(gradient) is OwnedGradient or self._wholes.place_of(gradient) is not None
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         """A whole gradient of the user's takes the place of the reduced one."""
+        self._refuse_applied()
         unit, index = self._units[number], self._indices[number]
         piece = self._pieces[number]
         if piece is not None:
             piece.grad = own_part(unit, index, gradient).to(unit.dtypes.gradient, copy=True)
         self._parameters[number].grad = self._stand_ins[number]
         self._shown[number] = None
+        self._present.add(number)
         self._norms.clear()
 
     def whole(self, number: int, what: str) -> torch.Tensor:
@@ -296,6 +316,7 @@ class OwnedGradients:
         self._norms.clear()
         place = self._wholes.place_of(result)
         self._wholes.take_writes()
+        self._wholes.forget_unheld()
         if place is None:
             return result
         return next(
@@ -306,33 +327,23 @@ class OwnedGradients:
 
     @contextmanager
     def revealed(self) -> Iterator[None]:
-        """Inside, `param.grad` is a plain tensor with the whole gradient, or None where there is
-        none; what is changed, put there or removed by the end of the block counts.
+        """Inside, `param.grad` is a plain tensor with the whole gradient; what is changed, put
+        there or removed by the end of the block counts.
         """
         self.settle()
         shown = list(self._shown)
-        have_gradients = self._have_gradients()
         self._wholes.are_kept = True
         for number in shown:
-            found = have_gradients[number]
-            self._parameters[number].grad = self.whole(number, "grads=True") if found else None
+            self._parameters[number].grad = self.whole(number, "grads=True")
         try:
             yield
         finally:
             self.settle()
+            for number in shown:
+                if self._parameters[number].grad is not None:
+                    self._parameters[number].grad = self._stand_ins[number]
             self._wholes.are_kept = False
             self._wholes.drop()
-            for number in shown:
-                parameter = self._parameters[number]
-                if parameter.grad is not None or not have_gradients[number]:
-                    parameter.grad = self._stand_ins[number]
-
-    def _have_gradients(self) -> list[bool]:
-        """Which parameters have a gradient on any rank; a collective."""
-        flags = [float(piece is not None and piece.grad is not None) for piece in self._pieces]
-        device = self._parameters[0].device
-        total = self._collectives.sum_of(torch.tensor(flags, device=device), what="gradients")
-        return [flag > 0 for flag in total.tolist()]
 
     def norm(self, number: int, order: float) -> torch.Tensor:
         """The norm of one parameter's whole gradient, 0-d; a collective at the first call.

@@ -45,7 +45,7 @@ class SavedTensors:
     """The nets of one model, one for each running module that needs its own."""
 
     def __init__(self, engine: Engine, backward: Backward) -> None:
-        self._is_needed = False
+        self.is_needed = False
         self._has_graph = False
         self._engine = engine
         self._backward = backward
@@ -58,12 +58,12 @@ class SavedTensors:
         schedule = self._engine.schedule
         is_known = schedule.knows(self._backward.segment_key()) and not schedule.is_recording
         always = self._engine.config.saved_tensors == "always"
-        self._is_watching = always or self._is_needed or not is_known
+        self._is_watching = always or self.is_needed or not is_known
         self._has_graph = torch.is_grad_enabled()
 
     def need(self) -> None:
         """A unit was used where no hook would have gathered it: watch the forwards to come."""
-        self._is_needed = self._is_needed or self._has_graph
+        self.is_needed = self.is_needed or self._has_graph
 
     def enter(self, module: nn.Module) -> None:
         """A module runs: spread a net, unless the innermost hooks are one already."""
@@ -106,7 +106,7 @@ class SavedTensors:
         if torch.is_grad_enabled():
             unit.keep_for_graph()
         if unit.state is not UnitState.GATHERED:
-            self._is_needed = True
+            self.is_needed = True
             self._backward.enter()
             self._engine.demand(unit)
 

@@ -87,13 +87,16 @@ class WholeGradients:
         return None
 
     def take_writes(self) -> None:
-        """Bring what was written to the owned pieces, and forget what nobody holds any more."""
-        for unit, whole in list(self._found.items()):
+        """Bring what was written to the owned pieces."""
+        for unit, whole in self._found.items():
             if whole.was_written():
                 for index in unit.pieces:
                     _write_back(unit, index, whole.views[index])
-            if not whole.is_held and not self.are_kept:
-                del self._found[unit]
+
+    def forget_unheld(self) -> None:
+        """Give back the memory of those of which nobody holds a tensor."""
+        if not self.are_kept:
+            self._found = {unit: whole for unit, whole in self._found.items() if whole.is_held}
 
     def change(
         self, function: Callable[[torch.Tensor], Any], place: tuple[Unit, int] | None = None
