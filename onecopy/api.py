@@ -30,6 +30,7 @@ from onecopy.core.optimizer import (
     refuse_unattached,
 )
 from onecopy.core.partition import assign_owners, find_units
+from onecopy.core.precision import check_master
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
@@ -294,6 +295,7 @@ def _units_of(
         for parameter in group["params"]
     }
     specs = find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    check_master(config.precision_policy, [spec.dtypes.compute for spec in specs])
     check_step_in_backward(config, specs)
     return specs
 
