@@ -147,7 +147,8 @@ class Unit:
                 self._master = torch.zeros(high - low, dtype=master, device=device)
             else:
                 self._master = source[low:high].clone()
-                del source
+                # The transfer may hold it for a moment longer.
+                buffers.free(source)
             self.flat = torch.empty(self.layout.padded_numel, dtype=compute, device=device)
             self.own = self.flat[low:high]
         else:
@@ -155,7 +156,10 @@ class Unit:
                 source = torch.zeros(self.layout.padded_numel, dtype=master, device=device)
             self.flat = source if compute == master else source.to(compute)
             self.own = self.flat[low:high]
-            self._master = self.own if compute == master else source[low:high].clone()
+            self._master = self.own
+            if compute != master:
+                self._master = source[low:high].clone()
+                buffers.free(source)
         self._views = {
             name: view_of(self.flat, start, parameter)
             for name, start, parameter in zip(
