@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +207,30 @@ def test_bytes_equal_the_formula(pool: Pool, world: int, stage: int, precision: 
         assert abs(planned.total - sizes.held.total) <= padding + 8 * trailers + 64 + ties
         beside = sizes.tracked - sizes.held.total
         assert 0 <= beside < 0.02 * sizes.held.total + 4096, beside
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/memory-lean.md"
+
+
+def test_the_page_says_what_the_formula_gives() -> None:
+    """Each row of the table in docs/memory-lean.md, at each stage."""
+    rows = re.findall(r"^\| (nothing else|`.*?`) \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for settings, cells in rows:
+        is_pure = 'master="bf16"' in settings
+        widths = estimate.ElementWidths(
+            compute=2,
+            master=2 if is_pure else 4,
+            gradient=0 if "step" in settings else 2 if is_pure or "gradient" in settings else 4,
+            optimizer=4 if is_pure else 8,
+            remainder=2 if "bf16+16" in settings else None,
+        )
+        for stage, cell in zip(STAGES, cells.split("|")[:4], strict=True):
+            fixed, _, cut = cell.strip().partition(" + ") if "+" in cell else (cell, "", "0/N")
+            if "/N" in fixed:
+                fixed, cut = "0", fixed.strip()
+            bytes_said = int(fixed) * 24 + int(cut.removesuffix("/N")) * 24 // 3
+            assert estimate.state_bytes(stage, 24, 3, widths).total == bytes_said, (settings, stage)
 
 
 def peak_of_step(precision: Precision, depth: int) -> tuple[int, int]:
