@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import onecopy
 from tests import models, reference
 from tests.optimizers import Lion, Together, Trained, state_bytes, train
 from tests.pool import Pool
@@ -129,3 +132,71 @@ def test_every_implementation(
     """Vectorised over a piece, over many pieces, or not at all: the same bits."""
     runs = pool.run(world, run, [variant], name, stage)
     check([one for (one,) in runs], variant, name, stage)
+
+
+# torchao --------------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Matrices whose states torchao quantizes, from 4096 elements on, and vectors it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def train_quantized(name: str) -> tuple[list[str], int, int]:
+    """Names of what differs from a plain model on the same batches; bytes here, and of all."""
+    import torchao.optim
+
+    torch.manual_seed(0)
+    plain = Narrow()
+    sharded = copy.deepcopy(plain)
+    pairs = [(one, getattr(torchao.optim, name)(one.parameters())) for one in (plain, sharded)]
+    onecopy.shard(*pairs[1], stage=3)
+    held = 0
+    for step in range(4):
+        if step == 3:
+            # Quantized states come back whole, and go on.
+            held = _quantized_bytes(pairs[1][1])
+            onecopy.unshard(sharded)
+        for model, optimizer in pairs:
+            model(torch.full((2, 64), 0.1 * step + 0.1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    different = [
+        key
+        for (key, one), other in zip(plain.named_parameters(), sharded.parameters(), strict=True)
+        if not torch.equal(one, other)
+    ]
+    return different, held, _quantized_bytes(pairs[0][1])
+
+
+def _quantized_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors inside quantized states."""
+    return sum(
+        getattr(value, inner).nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if hasattr(value, "__tensor_flatten__")
+        for inner in value.__tensor_flatten__()[0]
+        if inner != "qmap"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torchao compiles its step: no c++ here")
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8"])
+def test_quantized_states(pool: Pool, name: str) -> None:
+    """Blocks are those of whole parameters: the same bits as in one process."""
+    pytest.importorskip("torchao", reason="pip install torchao brings optimizers with 8-bit states")
+    results = pool.run(2, train_quantized, name, timeout=800, record_warnings=True)
+    for different, _, whole in results:
+        assert different == []
+        assert sum(held for _, held, _ in results) == whole > 0
