@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onecopy.api import unshard as unshard
     from onecopy.config import Config as Config
     from onecopy.config import Precision as Precision
+    from onecopy.core.build import init_sharded as init_sharded
     from onecopy.errors import OneCopyError as OneCopyError
     from onecopy.launcher import launch as launch
 
@@ -29,6 +30,7 @@ _WHERE = {
     "Precision": "onecopy.config",
     "clip_grad_norm_": "onecopy.api",
     "full_parameters": "onecopy.api",
+    "init_sharded": "onecopy.core.build",
     "launch": "onecopy.launcher",
     "no_sync": "onecopy.api",
     "shard": "onecopy.api",
@@ -41,6 +43,7 @@ __all__ = [
     "Precision",
     "clip_grad_norm_",
     "full_parameters",
+    "init_sharded",
     "launch",
     "no_sync",
     "shard",

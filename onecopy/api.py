@@ -18,11 +18,13 @@ from onecopy.comm import groups as comm_groups
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.config import Config
+from onecopy.core import build
 from onecopy.core.backward import Backward
 from onecopy.core.conversion import convert_buffers
 from onecopy.core.copying import copy_plain
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
+from onecopy.core.initialise import prepare
 from onecopy.core.optimizer import (
     Binding,
     clip_gradients,
@@ -30,6 +32,7 @@ from onecopy.core.optimizer import (
     refuse_unattached,
 )
 from onecopy.core.partition import assign_owners, find_units
+from onecopy.core.precision import check_master
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
@@ -109,6 +112,8 @@ def shard(
     sharded = [one for one in models if handle.find(one) is not None]
     if not sharded:
         _check_modules(models)
+        for one in models:
+            prepare(one)
         units = [_units_of(one, optimizers, config) for one in models]
         for one, specs in zip(models, units, strict=True):
             _shard_one(one, specs, mesh, config)
@@ -298,6 +303,7 @@ def _units_of(
         for parameter in group["params"]
     }
     specs = find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    check_master(config.precision_policy, [spec.dtypes.compute for spec in specs])
     check_step_in_backward(config, specs)
     return specs
 
@@ -305,7 +311,7 @@ def _units_of(
 def _shard_one(
     model: nn.Module, specs: list[UnitSpec], mesh: DeviceMesh | None, config: Config
 ) -> None:
-    device = specs[0].parameters[0][1].device
+    device = specs[0].device
     world = comm_groups.world_group(mesh)
     comm_groups.check_backend(world, device)
     whole = {True: " (whole parameters)", False: ""}
@@ -323,6 +329,8 @@ def _shard_one(
         events=events,
     )
     with torch.no_grad():
+        if any(build.unmade(model)):
+            build.make_buffers(model, device)
         for buffer in model.buffers():
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)

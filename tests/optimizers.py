@@ -18,6 +18,9 @@ import onecopy
 from tests import models
 from tests.runs import full_values
 
+# States that say how far training has come, not what a parameter is.
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
@@ -160,11 +163,11 @@ def train(
 
 
 def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes of all optimizer states; counters of steps aside, of which each piece has one."""
+    """Bytes of all optimizer states; what counts steps aside, of which each piece has its own."""
     return sum(
         value.nbytes
         for optimizer in optimizers
         for state in optimizer.state.values()
         for key, value in state.items()
-        if isinstance(value, Tensor) and key != "step"
+        if isinstance(value, Tensor) and key not in COUNTERS
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,15 @@ class Plan:
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     keep_events: bool = False
+    unmade: bool = False  # built inside init_sharded
 
 
 def train(plan: Plan) -> Run:
     """Train a model of `tests.models` through the engine, as a user's loop would."""
     torch.manual_seed(0)
-    model = models.build(plan.name, plan.seed)
+    with onecopy.init_sharded() if plan.unmade else nullcontext():
+        # Only the first rank's values count.
+        model = models.build(plan.name, plan.seed + plan.unmade * dist.get_rank())
     optimizer = OPTIMIZERS[plan.optimizer](model)
     run = Run([], {})
     onecopy.shard(model, optimizer, stage=plan.stage, **plan.settings)

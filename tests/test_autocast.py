@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import onecopy
 import onecopy.events
@@ -78,10 +79,15 @@ def test_autocast_equals_one_process(
 ) -> None:
     """The casts that autocast caches are those of the values of this step, at every stage."""
     expected = expect(name, world, dtype)
+    # Where a unit is released between two calls, each casts the weights for itself, and their
+    # gradients are added in fp32, not in the lower dtype of one cast.
+    is_exact = name != "nested" or stage < 3
     for rank, run in enumerate(pool.run(world, train, name, stage, dtype, None)):
-        assert run["losses"] == [step[rank][0] for step in expected.losses]
+        losses = [step[rank][0] for step in expected.losses]
+        assert run["losses"] == (losses if is_exact else pytest.approx(losses, rel=1e-2))
         for key, value in expected.parameters.items():
-            assert torch.equal(run["values"][key], value), key
+            tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-2, "atol": 1e-3}
+            torch.testing.assert_close(run["values"][key], value, **tolerance)
 
 
 @pytest.mark.sampled(
@@ -229,6 +235,40 @@ def test_a_grad_scaler_in_place_of_the_own_scale(pool: Pool, stage: int) -> None
     theirs, ours = (pool.run(2, accumulate, stage, by_hand)[0] for by_hand in (True, False))
     for name, value in ours.items():
         assert torch.equal(theirs[name], value), name
+
+
+class Checkpointed(nn.Module):
+    """Saves no more than one activation for each of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def cast_bytes_in_forward() -> int:
+    """What is held at the end of a forward under autocast, beside activations and states."""
+    with LiveTensors() as live:
+        model = Checkpointed()
+        onecopy.shard(model, OPTIMIZERS["sgd"](model), stage=3)
+        x = torch.ones(1, 64)
+        before = live.num_bytes()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+            held = live.num_bytes() - before
+        out.float().sum().backward()
+    return held
+
+
+def test_the_cache_of_autocast_holds_no_released_weights(pool: Pool) -> None:
+    """It lives until the end of `with autocast`: eight blocks, where one is gathered at a time."""
+    one_block = 2 * 64 * 64
+    for held in pool.run(2, cast_bytes_in_forward):
+        assert held < one_block
 
 
 def held_after_steps(stage: int, uses_autocast: bool) -> list[int]:

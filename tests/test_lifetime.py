@@ -48,7 +48,9 @@ def rebuild(stage: int, **settings: Any) -> list[tuple[bool, int, int]]:
 LEAN = Precision(compute="bf16", master="bf16+16", gradient="bf16")
 
 
-@pytest.mark.parametrize(("stage", "settings"), [(1, {}), (3, {}), (2, {"precision": LEAN})])
+@pytest.mark.parametrize(
+    ("stage", "settings"), [(1, {}), (3, {}), (2, {"precision": LEAN, "step_in_backward": True})]
+)
 def test_deleting_the_model_frees_everything(
     pool: Pool, stage: int, settings: dict[str, Any]
 ) -> None:

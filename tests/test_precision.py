@@ -307,6 +307,34 @@ def test_nested_inputs_are_cast() -> None:
     assert x.dtype == value[0]["a"].dtype == FP32, "the caller's own values are left alone"
 
 
+class Adds(nn.Module):
+    """Adds a table of positions to what it gets, as models do that compute in one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + self.table)
+
+
+def add_fp32() -> list[str]:
+    model = Adds()
+    onecopy.shard(model, OPTIMIZERS["sgd"](model), precision="bf16")
+    try:
+        model(torch.ones(1, 4))
+    except RuntimeError as error:
+        return list(error.__notes__)
+    return []
+
+
+def test_errors_about_dtypes_name_buffers(pool: Pool) -> None:
+    """torch's message names no module; most often a buffer is the reason."""
+    (notes,) = pool.run(1, add_fp32)
+    assert len(notes) == 1 and "table (float32)" in notes[0] and "to(x.dtype)" in notes[0]
+
+
 # Masters in state dicts -----------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from tests.pool import Pool
 from tests.runs import OPTIMIZERS, Plan, full_values, train
 from tests.test_memory import Deep
 from tests.test_parity import check
+from tests.test_whole_parameters import check as check_matrix
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
 LEAN = Precision(compute="bf16", master="bf16+16", gradient="bf16")
@@ -47,7 +48,7 @@ IN_BACKWARD = {"step_in_backward": True}
             STAGES,
         )
     ),
-    8,
+    5,
     always=[
         ("gpt", "adamw_fused", 2, 3),
         ("unused", "adamw_fused", 3, 2),
@@ -82,6 +83,13 @@ def test_with_everything_else_that_is_lean(pool: Pool, world: int, stage: int) -
         assert one.losses == other.losses
         for key, value in one.parameters.items():
             assert torch.equal(value, other.parameters[key]), key
+
+
+@pytest.mark.sampled("stage", STAGES, 1)
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_matrix_optimizers(pool: Pool, optimizer: str, stage: int) -> None:
+    """Whole matrices are updated by their owner, two optimizers on one model among them."""
+    check_matrix(pool, 3, optimizer, "gpt", {"stage": stage, **IN_BACKWARD})
 
 
 class PreviousNormSGD(torch.optim.SGD):
@@ -315,7 +323,7 @@ def run_script(name: str, settings: dict[str, Any] | None) -> list[Tensor]:
 @pytest.mark.sampled(
     "name, stage",
     list(itertools.product(SCRIPTS, STAGES)),
-    12,
+    10,
     always=[(name, 3) for name in SCRIPTS],
 )
 def test_as_in_plain_pytorch(pool: Pool, name: str, stage: int) -> None:
@@ -387,7 +395,7 @@ def bytes_of_backward(depth: int, settings: dict[str, Any]) -> Held:
         return Held(held.gradients, peak, memory.padded_numel(model), gradient)
 
 
-@pytest.mark.sampled("world, stage", list(itertools.product((2, 4), STAGES)), 4, always=[(2, 3)])
+@pytest.mark.sampled("world, stage", list(itertools.product((2, 4), STAGES)), 2, always=[(2, 3)])
 def test_no_gradient_is_kept(pool: Pool, world: int, stage: int) -> None:
     """Beside the full local buffer of stage 1: nothing after backward, a few units' during it."""
     settings = {"stage": stage, "step_in_backward": True}

@@ -75,7 +75,7 @@ def check(
         # Muon takes matrices only, and there are none.
         if combination[:2] not in {("muon", "convgn"), ("muon_plain", "convgn")}
     ],
-    11,
+    9,
     always=[
         ("muon", "gpt", 3, 3),
         ("adafactor", "gpt", 3, 2),

@@ -23,6 +23,8 @@ class Border:
         self._backward = backward
         self._scales = engine.loss_scale is not None
         precision = engine.config.precision_policy
+        self._model = engine.model
+        self._compute = precision.compute if precision.compute != "fp32" else None
         self._input_dtype: torch.dtype | None = None
         if precision.compute is not None and precision.cast_inputs:
             self._input_dtype = DTYPES[precision.compute]
@@ -43,6 +45,25 @@ class Border:
     def leave(self, output: Any) -> Any:
         """The outputs as the user gets them."""
         return map_tensors(output, self._leave)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an error about dtypes in forward where other dtypes may come from."""
+        if self._compute is None or not isinstance(error, RuntimeError):
+            return
+        if not any(word in str(error) for word in ("dtype", "scalar type")):
+            return
+        buffers = [
+            f"{name} ({str(buffer.dtype).removeprefix('torch.')})"
+            for name, buffer in self._model.named_buffers()
+            if buffer.is_floating_point() and buffer.dtype is not DTYPES[self._compute]
+        ]
+        found = f": here {', '.join(buffers[:3])}" if buffers else ""
+        error.add_note(
+            f"onecopy: parameters and inputs of this model are {self._compute}. Buffers keep their "
+            f"own dtype{found}; so do tensors that forward makes itself. Cast them where they "
+            "meet, for example self.table.to(x.dtype), or keep the module in fp32, "
+            "onecopy.Precision(keep_fp32=...)"
+        )
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
 
 class Engine:
     """The units of one model and the verbs on them.
@@ -267,6 +269,9 @@ class Engine:
         if self.stage.releases and not self._held and unit.state is UnitState.GATHERED:
             self._live.pop(unit, None)
             unit.release(settled=settled)
+            if _is_any_autocast_enabled():
+                # Its cache would keep a cast copy of the values that were just given back.
+                torch.clear_autocast_cache()
 
     def release_passed(self, unit: Unit) -> list[Unit]:
         """Backward has come to `unit`: release, and return, the others that it has left behind.

@@ -146,6 +146,8 @@ class Hooks(NotCopied):
             # A graph that lives holds views too.
             engine.release(unit, settled=not with_graph and not unit.open_calls)
         if not self._stack:
+            if failed:
+                self._border.explain(sys.exc_info()[1])
             self._end(failed=failed)
         return changed
 

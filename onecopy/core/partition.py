@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core import build
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import balance
 from onecopy.core.precision import Dtypes, dtypes_of
@@ -56,13 +57,15 @@ def find_units(
     precision = config.precision_policy
     kept = kept_parameters(root, precision)
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]] = {}
-    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes, bool]] = {}
-    places: dict[int, str] = {}
+    kinds: dict[tuple[int, Hashable], tuple[nn.Module, torch.device, Dtypes, bool]] = {}
+    places: dict[tuple[int, int], str] = {}
+    unmade_device = build.device_of(root)
     for name, parameter in root.named_parameters():
         _check(name, parameter)
-        if parameter.numel() and places.setdefault(parameter.data_ptr(), name) != name:
+        place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
+        if parameter.numel() and places.setdefault(place, name) != name:
             raise ShardingError(
-                f"parameters {places[parameter.data_ptr()]} and {name} share memory without being "
+                f"parameters {places[place]} and {name} share memory without being "
                 "one parameter, and would be trained apart: tie them by assigning the same "
                 "nn.Parameter object to both modules"
             )
@@ -70,17 +73,18 @@ def find_units(
         dtypes = dtypes_of(parameter, precision, kept=id(parameter) in kept)
         optimizer = optimizer_of(parameter)
         is_whole = config.whole_parameters or needs_whole_parameters(optimizer)
-        kind = (parameter.device, dtypes, parameter.requires_grad, optimizer)
+        device = unmade_device or parameter.device
+        kind = (device, dtypes, parameter.requires_grad, optimizer)
         groups.setdefault((id(module), kind), []).append((name, parameter))
         # Frozen parameters are never stepped: they may be cut.
-        kinds[(id(module), kind)] = (module, dtypes, is_whole and parameter.requires_grad)
+        kinds[(id(module), kind)] = (module, device, dtypes, is_whole and parameter.requires_grad)
     return list(_specs(root, groups, kinds))
 
 
 def _specs(
     root: nn.Module,
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]],
-    kinds: dict[tuple[int, Hashable], tuple[nn.Module, Dtypes, bool]],
+    kinds: dict[tuple[int, Hashable], tuple[nn.Module, torch.device, Dtypes, bool]],
 ) -> Iterator[UnitSpec]:
     names = {id(module): name or "root" for name, module in root.named_modules()}
     order = {identity: number for number, identity in enumerate(names)}
@@ -89,12 +93,13 @@ def _specs(
         parameters = groups[key]
         if not any(parameter.numel() for _, parameter in parameters):
             continue
-        module, dtypes, is_whole = kinds[key]
+        module, device, dtypes, is_whole = kinds[key]
         seen = count[key[0]] = count.get(key[0], 0) + 1
         yield UnitSpec(
             name=names[key[0]] + (f"[{seen}]" if seen > 1 else ""),
             module=module,
             parameters=tuple(parameters),
+            device=device,
             dtypes=dtypes,
             trainable=parameters[0][1].requires_grad,
             is_whole=is_whole,
@@ -115,11 +120,6 @@ def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if parameter.is_meta:
-        raise ShardingError(
-            f"parameter {name} is on the meta device, so it has no values to share out: "
-            "materialise the model first, model.to_empty(device=...), and initialise it"
-        )
     if type(parameter).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
         raise ShardingError(
             f"parameter {name} is a {type(parameter).__name__}, a tensor subclass that cannot be "

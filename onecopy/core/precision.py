@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 from onecopy.config import Precision
+from onecopy.errors import ConfigError
 
-__all__ = ["DTYPES", "Dtypes", "cast_floating", "dtypes_of", "map_tensors"]
+__all__ = ["DTYPES", "Dtypes", "cast_floating", "check_master", "dtypes_of", "map_tensors"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -61,6 +62,23 @@ def dtypes_of(
         gradient = DTYPES[precision.gradient] if precision.gradient else master
     splits = precision.master == "bf16+16" and low and compute == torch.bfloat16
     return Dtypes(compute, reduce, master, gradient, splits and master != compute)
+
+
+def check_master(precision: Precision, compute: Iterable[torch.dtype]) -> None:
+    """Refuse a choice of masters that would change nothing.
+
+    Args:
+        compute: the compute dtypes of all units.
+
+    Raises:
+        ConfigError: masters are to be bf16, and nothing computes in bf16.
+    """
+    if precision.master in (None, "fp32") or torch.bfloat16 in compute:
+        return
+    raise ConfigError(
+        f"precision.master={precision.master!r}, but no parameter of this model computes in bf16: "
+        'say compute="bf16" too, or leave master out'
+    )
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

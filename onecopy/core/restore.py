@@ -79,12 +79,10 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(data: bytes, device: torch.device) -> Any:
     """What another rank has packed; tensors of its accelerator come to this rank's."""
-
-    def onto(storage: Any, location: str) -> Any:
-        return None if location == "cpu" else storage.to(device=device)
-
+    num_devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
+    moves = {f"{device.type}:{index}": str(device) for index in range(num_devices)}
     # From a rank of this very program.
-    return torch.load(io.BytesIO(data), map_location=onto, weights_only=False)
+    return torch.load(io.BytesIO(data), map_location=moves, weights_only=False)
 
 
 def _assemble(

@@ -94,8 +94,10 @@ class StepInBackward:
         # Learnt from nested backwards.
         self._knows_nested = False
         self._repeated: set[Unit] = set()
-        # Optimizers whose step the last backward has made, until they are told to step.
-        self._ahead: set[Binding] = set()
+        # Optimizers that have not been told to step since the last backward, and whether that
+        # backward has made their step.
+        self._unstepped: set[Binding] = set()
+        self._are_applied = False
 
     # Moments of a backward --------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class StepInBackward:
         """
         if not self.bindings:
             return
-        if self._ahead:
+        if self._unstepped:
             raise ShardingError(
                 "a second backward before optimizer.step(): with step_in_backward each backward "
                 "makes an optimizer step. To accumulate, run all backwards of a step but the last "
@@ -174,15 +176,15 @@ class StepInBackward:
 
     def end(self) -> bool:
         """The end of a backward, all units reduced; whether gradients have been applied."""
-        if not self.bindings or self._keeps:
-            return False
-        for gradients in self._engine.gradients:
-            self._take(gradients.unit)
-        self._knows_nested |= self._is_nested
-        self._ahead = set(self.bindings)
-        if not self.is_measuring:
-            self._engine.refresh(unit for one in self.bindings for unit in one.units)
-        return True
+        self._unstepped = set(self.bindings)
+        self._are_applied = bool(self.bindings) and not self._keeps
+        if self._are_applied:
+            for gradients in self._engine.gradients:
+                self._take(gradients.unit)
+            self._knows_nested |= self._is_nested
+            if not self.is_measuring:
+                self._engine.refresh(unit for one in self.bindings for unit in one.units)
+        return self._are_applied
 
     def failed(self, numbers: Collection[int]) -> None:
         """A backward has failed: units that any rank has updated are updated on all ranks."""
@@ -190,7 +192,7 @@ class StepInBackward:
         updated = [unit for unit in self._engine.units if unit.number in numbers]
         for unit in updated:
             self._take(unit)
-        self._ahead.clear()
+        self._unstepped.clear()
         if updated and not self.is_measuring:
             self._engine.refresh(updated)
             warnings.warn(
@@ -209,9 +211,9 @@ class StepInBackward:
 
     def finish(self, binding: Binding) -> bool:
         """The user's `optimizer.step()`; whether the backward before it has made this step."""
-        is_ahead = binding in self._ahead
-        self._ahead.discard(binding)
-        return is_ahead
+        is_made = self._are_applied and binding in self._unstepped
+        self._unstepped.discard(binding)
+        return is_made
 
     def note_norm(self, norm: torch.Tensor) -> None:
         """The norm of the step that is made; clips the next backward."""
@@ -221,7 +223,7 @@ class StepInBackward:
     def begin_pass(self, *, norm: torch.Tensor | None) -> None:
         """The first pass of two where there is no norm yet, which it measures; else the second."""
         self.is_in_pass, self.is_measuring, self.norm = True, norm is None, norm
-        self._ahead.clear()
+        self._unstepped.clear()
 
     def end_pass(self) -> None:
         """No backward may follow outside of a pass."""

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core import build
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import Gatherer, guard_class
 from onecopy.core.layout import Layout, Piece
@@ -68,6 +69,7 @@ class UnitSpec:
     name: the module's name, with a suffix where one module has several units.
     module: the module around whose forward the unit is gathered.
     parameters: (full name, parameter), all of one device, compute dtype and trainability.
+    device: where the unit will lie; unmade parameters (see build.py) are on none yet.
     is_whole: no parameter may be cut, for the sake of the optimizer.
     owners: where no parameter may be cut, the slice that holds each, once assigned.
     """
@@ -75,6 +77,7 @@ class UnitSpec:
     name: str
     module: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    device: torch.device
     dtypes: Dtypes
     trainable: bool
     is_whole: bool = False
@@ -103,7 +106,7 @@ class Unit:
         self._collectives = collectives
         self._events = collectives.events
         self._pending: Pending | None = None
-        self._lay_flat(spec.owners)
+        self._lay_flat(spec)
         self._classes = [type(parameter) for parameter in self.parameters]
         # Weak: Python's collector does not see what a tensor's class holds.
         guards = {kind: guard_class(kind, weakref.ref(gatherer)) for kind in set(self._classes)}
@@ -115,14 +118,17 @@ class Unit:
         self._is_aliased = False
         # Values may be changed in ways that torch does not count (p.data, numpy).
         self._expects_writes = False
-        self.gradients = Gradients(self, collectives, stage) if spec.trainable else None
         self._num_owners = buffers.num_owners(self.flat)
         if stage.releases:
+            # Before gradients take memory: no more than one unit's at a time.
             self._drop_values()
+        self.gradients: Gradients | None = None
+        if spec.trainable:
+            self.gradients = Gradients(self, collectives, stage)
 
     # Construction -----------------------------------------------------------------------------
 
-    def _lay_flat(self, owners: tuple[int, ...] | None) -> None:
+    def _lay_flat(self, spec: UnitSpec) -> None:
         """Lay the parameters into one flat buffer, equal on all ranks, and keep the own slice."""
         shard, replica = self._collectives.groups.shard, self._collectives.groups.replica
         compute, master = self.dtypes.compute, self.dtypes.master
@@ -131,19 +137,29 @@ class Unit:
             num_slices=shard.size,
             num_replicas=replica.size,
             alignment=ALIGNMENT_BYTES // min(compute.itemsize, master.itemsize),
-            owners=owners,
+            owners=spec.owners,
         )
-        device = self.parameters[0].device
-        # The masters keep what the user's parameters hold, before any cast to the compute dtype.
-        source = torch.zeros(self.layout.padded_numel, dtype=master, device=device)
-        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
-            view_of(source, start, parameter).copy_(parameter.detach())
-        self._collectives.broadcast(source)
-        self.flat = source if compute == master else source.to(compute)
         low, high = self.layout.borders[shard.rank : shard.rank + 2]
-        self.own = self.flat[low:high]
-        shared = compute == master and not self._stage.releases
-        self._master = self.own if shared else source[low:high].clone()
+        source, device = self._first_values(spec.device), spec.device
+        if self._stage.releases:
+            # Values come with each gather; until then the flat buffer needs no bytes of its own.
+            if source is None:
+                self._master = torch.zeros(high - low, dtype=master, device=device)
+            else:
+                self._master = source[low:high].clone()
+                # The transfer may hold it for a moment longer.
+                buffers.free(source)
+            self.flat = torch.empty(self.layout.padded_numel, dtype=compute, device=device)
+            self.own = self.flat[low:high]
+        else:
+            if source is None:
+                source = torch.zeros(self.layout.padded_numel, dtype=master, device=device)
+            self.flat = source if compute == master else source.to(compute)
+            self.own = self.flat[low:high]
+            self._master = self.own
+            if compute != master:
+                self._master = source[low:high].clone()
+                buffers.free(source)
         self._views = {
             name: view_of(self.flat, start, parameter)
             for name, start, parameter in zip(
@@ -151,7 +167,7 @@ class Unit:
             )
         }
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            parameter.data = self._views[name]
+            build.adopt(parameter, self._views[name])
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(
                 self.as_piece(piece.index, self._master[piece.start : piece.start + piece.numel]),
@@ -211,6 +227,22 @@ class Unit:
         """After that: parameters get the rounded values where a remainder is kept beside them."""
         if self._split is not None:
             self._split.split()
+
+    def _first_values(self, device: torch.device) -> torch.Tensor | None:
+        """The whole flat buffer in master precision, as the first rank has it.
+
+        None where all values are still in files: each rank will read its pieces.
+        """
+        if all(build.is_read_from_file(parameter) for parameter in self.parameters):
+            return None
+        # The masters keep what the user's parameters hold, before any cast to the compute dtype.
+        source = torch.zeros(self.layout.padded_numel, dtype=self.dtypes.master, device=device)
+        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
+            # Unmade parameters cost work: only the rank whose values count makes them.
+            if not parameter.is_meta or self._collectives.groups.world.rank == 0:
+                build.write_values(view_of(source, start, parameter), parameter)
+        self._collectives.broadcast(source)
+        return source
 
     # Verbs ------------------------------------------------------------------------------------
 

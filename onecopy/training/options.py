@@ -42,7 +42,7 @@ class TrainOptions:
         default="fp32",
         metadata=_help(
             "dtype of forward and backward; the optimizer always updates fp32 masters",
-            choices=("fp32", "bf16"),
+            choices=("fp32", "bf16", "fp16"),
         ),
     )
     device: str = field(
