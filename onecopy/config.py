@@ -87,6 +87,9 @@ class Config:
     precision: "fp32", "bf16", "fp16" or a `Precision`; None keeps the parameters' own dtypes.
     units: names of the modules to gather as one unit each, shell patterns allowed
         ("encoder.layers.*"); None finds the repeated blocks by itself.
+    keep_gathered: names of modules whose parameters stay whole on every rank at stage 3, as at
+        stage 2, shell patterns allowed: ranks may use them or not, in any order (a text batch here,
+        an image batch there). Their gradients are reduced when a backward ends.
     prefetch_bytes: how many bytes of units may be gathered ahead of their use; None means one
         unit ahead, whatever its size; 0 switches prefetch off.
     max_grad_norm: clip the global gradient norm to this value in each optimizer step.
@@ -106,6 +109,7 @@ class Config:
     stage: int = 3
     precision: Precision | str | None = None
     units: tuple[str, ...] | None = None
+    keep_gathered: tuple[str, ...] = ()
     prefetch_bytes: int | None = None
     max_grad_norm: float | None = None
     step_in_backward: bool | str = False
@@ -123,6 +127,7 @@ class Config:
             object.__setattr__(self, "precision", Precision(compute=self.precision))
         if self.units is not None:
             object.__setattr__(self, "units", _names("units", self.units))
+        object.__setattr__(self, "keep_gathered", _names("keep_gathered", self.keep_gathered))
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise ConfigError(
                 f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "

@@ -143,7 +143,8 @@ class Agreement:
                 f"rank {self._group.ranks[self._group.rank]} wants {wish}. Stage 3 gathers a unit "
                 "on all ranks together, so every rank must run the same modules in the same order: "
                 "look for control flow that depends on the rank or on its data (also evaluation, "
-                "printing or saving on one rank only). Stages 0 to 2 allow it"
+                "printing or saving on one rank only). Stages 0 to 2 allow it, stage 3 does for "
+                "modules named in keep_gathered=(...)"
             )
         elif store.add(f"count/{position}", 1) == self._group.size:
             store.set(f"agreed/{position}", "1")

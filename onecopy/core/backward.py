@@ -68,6 +68,8 @@ class Backward:
         self._accumulates = True
         self._order: list[Gradients] = []
         self._next = 0
+        # So many of the order may be launched before the end; the last one never is.
+        self._num_early = 0
         # Parameters without a gradient: of this rank's, as last told to the others; of any rank's.
         self._told: frozenset[tuple[int, int]] = frozenset()
         self._absent_everywhere: set[tuple[int, int]] = set()
@@ -96,8 +98,9 @@ class Backward:
         for unit in units:
             if unit in self._done:
                 continue
-            for passed in engine.release_passed(unit):
-                self._pass(passed)
+            if unit.releases:
+                for passed in engine.release_passed(unit):
+                    self._pass(passed)
             engine.demand(unit)
 
     def before_recomputation(self, units: tuple[Unit, ...]) -> None:
@@ -111,7 +114,8 @@ class Backward:
         for unit in units:
             # Needed again, also where an earlier segment over the same weights is complete.
             self._done.discard(unit)
-            engine.release_passed(unit)
+            if unit.releases:
+                engine.release_passed(unit)
             engine.demand(unit)
 
     def _pass(self, unit: Unit) -> None:
@@ -215,11 +219,23 @@ class Backward:
         engine = self._engine
         if self._order:
             return
-        used = [unit.gradients for unit in reversed(engine.used) if unit.gradients is not None]
+        # Where some units are released, ranks may differ in the use of those that stay. These are
+        # reduced when a backward ends, when no rank waits for another one's slices any more.
+        staying = [one for one in engine.gradients[::-1] if self._waits_for_end(one.unit)]
+        used = [
+            unit.gradients
+            for unit in reversed(engine.used)
+            if unit.gradients is not None and not self._waits_for_end(unit)
+        ]
         proposal = " ".join(str(gradients.unit.number) for gradients in used)
         proposals = engine.collectives.agreement.exchange("the order of reduces", proposal)
-        alike = bool(used) and all(other == proposal for other in proposals)
-        self._order = used if alike else engine.gradients[::-1]
+        if not used or any(other != proposal for other in proposals):
+            used = [one for one in engine.gradients[::-1] if one not in staying]
+        self._order = used + staying
+        self._num_early = len(self._order) - max(1, len(staying))
+
+    def _waits_for_end(self, unit: Unit) -> bool:
+        return self._engine.stage.releases and not unit.releases
 
     @not_compiled
     def _leave(self, task: int) -> None:
@@ -253,10 +269,9 @@ class Backward:
     # Reduces ----------------------------------------------------------------------------------
 
     def _launch_complete(self) -> None:
-        """Launch what is complete and next in the order; the last one waits for the end."""
-        order = self._order
-        while self._next < len(order) - 1:
-            gradients = order[self._next]
+        """Launch what is complete and next in the order, but not what waits for the end."""
+        while self._next < self._num_early:
+            gradients = self._order[self._next]
             if not gradients.is_complete and gradients.unit not in self._passed:
                 return
             self._launch(gradients)
@@ -331,7 +346,8 @@ class Backward:
             self._launch(gradients)
             if gradients not in self._order:
                 # Used from now on: part of the pattern, before the last, which carries the flag.
-                self._order.insert(len(self._order) - 1, gradients)
+                self._order.insert(self._num_early, gradients)
+                self._num_early += 1
         self._finish_all()
 
     # Around the step --------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from onecopy.core.loss_scale import LossScale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.precision import dtypes_of
 from onecopy.core.schedule import Schedule
-from onecopy.core.stages import STAGES
+from onecopy.core.stages import STAGES, Stage
 from onecopy.core.touch import Touch
 from onecopy.core.unit import Unit, UnitSpec, UnitState
 from onecopy.errors import ShardingError
@@ -62,7 +62,7 @@ class Engine:
         self.schedule = Schedule()
         self.touch = Touch(self)
         self.units = [
-            Unit(number, spec, self.stage, collectives, self.touch)
+            Unit(number, spec, self._stage_of(spec), collectives, self.touch)
             for number, spec in enumerate(specs)
         ]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
@@ -106,6 +106,9 @@ class Engine:
         for gradients in self.gradients:
             gradients.scale_by(scale)
         return scale
+
+    def _stage_of(self, spec: UnitSpec) -> Stage:
+        return self.stage.with_whole_parameters if spec.stays else self.stage
 
     # Looking up -------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class Engine:
         """
         if unit.state is UnitState.GATHERED:
             return
-        if not self.stage.releases:
+        if not unit.releases:
             unit.finish_gather()
             return
         self._live[unit] = None
@@ -266,7 +269,7 @@ class Engine:
 
     def release(self, unit: Unit, *, settled: bool = False) -> None:
         """The unit's values are not needed for now (nothing happens where they are kept)."""
-        if self.stage.releases and not self._held and unit.state is UnitState.GATHERED:
+        if unit.releases and not self._held and unit.state is UnitState.GATHERED:
             self._live.pop(unit, None)
             unit.release(settled=settled)
             if _is_any_autocast_enabled():
@@ -299,10 +302,11 @@ class Engine:
         if not self.stage.releases or self._held:
             return
         for unit in self.units:
-            if unit.state is UnitState.GATHERING:
-                unit.finish_gather()
-            self.release(unit)
-            unit.tidy()
+            if unit.releases:
+                if unit.state is UnitState.GATHERING:
+                    unit.finish_gather()
+                self.release(unit)
+                unit.tidy()
 
     def note_use(self, unit: Unit) -> None:
         """Remember the order in which units are first used: reduces go the other way."""
@@ -310,9 +314,9 @@ class Engine:
 
     def refresh(self, units: Iterable[Unit]) -> None:
         """After a step on these units: let every rank see the new values, in order of use."""
-        if self.stage.releases:
+        chosen = {unit for unit in units if not unit.releases}
+        if not chosen:
             return
-        chosen = set(units)
         in_order = [*self.used, *(unit for unit in self.units if unit not in self.used)]
         for unit in in_order:
             if unit in chosen:

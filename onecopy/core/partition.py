@@ -20,7 +20,7 @@ from torch import nn
 from onecopy.core import build
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import balance
-from onecopy.core.precision import Dtypes, dtypes_of
+from onecopy.core.precision import dtypes_of
 from onecopy.core.unit import UnitSpec
 from onecopy.core.update_rules import needs_whole_parameters
 from onecopy.core.views import is_dense
@@ -49,15 +49,17 @@ def find_units(
         optimizer_of: what updates a parameter; parameters of one unit have the same.
 
     Raises:
-        ConfigError: a name in config.units, or in precision.keep_fp32, does not fit the model.
+        ConfigError: a name in config.units, config.keep_gathered or precision.keep_fp32 does not
+            fit the model.
         ShardingError: a parameter cannot be laid into a flat buffer.
     """
     chosen = _chosen_modules(root, config.units)
+    staying = {id(one) for _, one in _matching(root, "keep_gathered", config.keep_gathered)}
     chains = _chains(root)
     precision = config.precision_policy
     kept = kept_parameters(root, precision)
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]] = {}
-    kinds: dict[tuple[int, Hashable], tuple[nn.Module, torch.device, Dtypes, bool]] = {}
+    kinds: dict[tuple[int, Hashable], UnitSpec] = {}
     places: dict[tuple[int, int], str] = {}
     unmade_device = build.device_of(root)
     for name, parameter in root.named_parameters():
@@ -74,17 +76,27 @@ def find_units(
         optimizer = optimizer_of(parameter)
         is_whole = config.whole_parameters or needs_whole_parameters(optimizer)
         device = unmade_device or parameter.device
-        kind = (device, dtypes, parameter.requires_grad, optimizer)
+        stays = any(id(one) in staying for chain in chains[id(parameter)] for one in chain)
+        kind = (device, dtypes, parameter.requires_grad, optimizer, stays)
         groups.setdefault((id(module), kind), []).append((name, parameter))
         # Frozen parameters are never stepped: they may be cut.
-        kinds[(id(module), kind)] = (module, device, dtypes, is_whole and parameter.requires_grad)
+        kinds[(id(module), kind)] = UnitSpec(
+            name="",
+            module=module,
+            parameters=(),
+            device=device,
+            dtypes=dtypes,
+            trainable=parameter.requires_grad,
+            is_whole=is_whole and parameter.requires_grad,
+            stays=stays,
+        )
     return list(_specs(root, groups, kinds))
 
 
 def _specs(
     root: nn.Module,
     groups: dict[tuple[int, Hashable], list[tuple[str, nn.Parameter]]],
-    kinds: dict[tuple[int, Hashable], tuple[nn.Module, torch.device, Dtypes, bool]],
+    kinds: dict[tuple[int, Hashable], UnitSpec],
 ) -> Iterator[UnitSpec]:
     names = {id(module): name or "root" for name, module in root.named_modules()}
     order = {identity: number for number, identity in enumerate(names)}
@@ -93,17 +105,9 @@ def _specs(
         parameters = groups[key]
         if not any(parameter.numel() for _, parameter in parameters):
             continue
-        module, device, dtypes, is_whole = kinds[key]
         seen = count[key[0]] = count.get(key[0], 0) + 1
-        yield UnitSpec(
-            name=names[key[0]] + (f"[{seen}]" if seen > 1 else ""),
-            module=module,
-            parameters=tuple(parameters),
-            device=device,
-            dtypes=dtypes,
-            trainable=parameters[0][1].requires_grad,
-            is_whole=is_whole,
-        )
+        name = names[key[0]] + (f"[{seen}]" if seen > 1 else "")
+        yield replace(kinds[key], name=name, parameters=tuple(parameters))
 
 
 def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
@@ -170,23 +174,29 @@ def _unit_module(chains: list[list[nn.Module]], chosen: set[int], root: nn.Modul
 def _chosen_modules(root: nn.Module, patterns: tuple[str, ...] | None) -> set[int]:
     if patterns is None:
         return {id(module) for module in _repeated_blocks(root)}
-    chosen: set[int] = set()
+    chosen = list(_matching(root, "units", patterns))
+    for name, module in chosen:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
+            raise ConfigError(
+                f"units: {name} is a {type(module).__name__}, which is never called itself; name "
+                f"its children, {name + '.*'!r}"
+            )
+    return {id(module) for _, module in chosen}
+
+
+def _matching(
+    root: nn.Module, setting: str, patterns: Iterable[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a setting names, by shell patterns."""
     names = {name: module for name, module in root.named_modules() if name}
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
             raise ConfigError(
-                f"units={pattern!r} matches no module. The model's modules are for example "
+                f"{setting}={pattern!r} matches no module. The model's modules are for example "
                 f"{', '.join(list(names)[:8])}"
             )
-        for name in found:
-            if isinstance(names[name], nn.ModuleList | nn.ModuleDict | nn.ParameterList):
-                raise ConfigError(
-                    f"units={pattern!r}: {name} is a {type(names[name]).__name__}, which is never "
-                    f"called itself; name its children, {name + '.*'!r}"
-                )
-            chosen.add(id(names[name]))
-    return chosen
+        yield from ((name, names[name]) for name in found)
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:

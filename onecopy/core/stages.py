@@ -9,7 +9,7 @@ Source: ZeRO (Rajbhandari et al. 2020) section 5: P_os (1), P_os+g (2), P_os+g+p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["STAGES", "Stage"]
 
@@ -40,6 +40,11 @@ class Stage:
     def keeps_gradient_buffer(self) -> bool:
         """The buffer of full local gradients stays allocated between steps."""
         return self.cut_optimizer and not self.cut_gradients
+
+    @property
+    def with_whole_parameters(self) -> Stage:
+        """The same, but parameters stay: for units that ranks may use or not use as they like."""
+        return replace(self, cut_parameters=False)
 
     @property
     def name(self) -> str:

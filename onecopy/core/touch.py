@@ -52,9 +52,11 @@ class Touch:
         engine = self._engine
         found = [place for one in tensors if (place := engine.find(one)) is not None]
         units = {unit: unit.names[index] for unit, index in found}
-        if not engine.stage.releases:
-            for unit in units:
-                engine.demand(unit)
+        for unit in [unit for unit in units if not unit.releases]:
+            # Its new values are on their way; other ranks need not want it, too.
+            engine.demand(unit)
+            del units[unit]
+        if not units:
             return
         assert self._backward is not None, "connected as soon as there are hooks"
         if torch._C._current_graph_task_id() != -1:

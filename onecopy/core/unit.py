@@ -72,6 +72,7 @@ class UnitSpec:
     device: where the unit will lie; unmade parameters (see build.py) are on none yet.
     is_whole: no parameter may be cut, for the sake of the optimizer.
     owners: where no parameter may be cut, the slice that holds each, once assigned.
+    stays: parameters stay gathered at every stage.
     """
 
     name: str
@@ -82,6 +83,7 @@ class UnitSpec:
     trainable: bool
     is_whole: bool = False
     owners: tuple[int, ...] | None = None
+    stays: bool = False
 
 
 class Unit:
@@ -482,6 +484,11 @@ class Unit:
                 stacklevel=2,
             )
         return True
+
+    @property
+    def releases(self) -> bool:
+        """Parameters are gathered before use and released after it."""
+        return self._stage.releases
 
     @property
     def shard_rank(self) -> int:
