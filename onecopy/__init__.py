@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onecopy.config import Config as Config
     from onecopy.config import Precision as Precision
     from onecopy.core.build import init_sharded as init_sharded
+    from onecopy.core.pretrained import load_pretrained as load_pretrained
     from onecopy.errors import OneCopyError as OneCopyError
     from onecopy.launcher import launch as launch
 
@@ -32,6 +33,7 @@ _WHERE = {
     "full_parameters": "onecopy.api",
     "init_sharded": "onecopy.core.build",
     "launch": "onecopy.launcher",
+    "load_pretrained": "onecopy.core.pretrained",
     "no_sync": "onecopy.api",
     "shard": "onecopy.api",
     "unshard": "onecopy.api",
@@ -45,6 +47,7 @@ __all__ = [
     "full_parameters",
     "init_sharded",
     "launch",
+    "load_pretrained",
     "no_sync",
     "shard",
     "unshard",

@@ -33,6 +33,7 @@ from onecopy.core.optimizer import (
 )
 from onecopy.core.partition import assign_owners, find_units
 from onecopy.core.precision import check_master
+from onecopy.core.pretrained import read_pieces
 from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
@@ -314,8 +315,7 @@ def _shard_one(
     device = specs[0].device
     world = comm_groups.world_group(mesh)
     comm_groups.check_backend(world, device)
-    whole = {True: " (whole parameters)", False: ""}
-    check_equal(world, model, config, [spec.name + whole[spec.is_whole] for spec in specs])
+    check_equal(world, model, config, [_described(spec) for spec in specs])
     if device.type == "cpu":
         buffers.reuse_freed_blocks()
     events = Events(config.sinks)
@@ -334,7 +334,10 @@ def _shard_one(
         for buffer in model.buffers():
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
+        sources = build.sources_of(model)
         engine = Engine(model, specs, config, collectives)
+        if sources:
+            read_pieces(engine, sources)
     announce(engine)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events)
@@ -344,6 +347,16 @@ def _shard_one(
     watcher = refuse_unattached(weakref.ref(engine), partial(_is_attached, weakref.ref(owner)))
     weakref.finalize(engine, watcher.remove)
     owner.handles.append(watcher)
+
+
+def _described(spec: UnitSpec) -> str:
+    """What ranks must agree on of a unit."""
+    num_stored = sum(build.source_of(parameter) is not None for _, parameter in spec.parameters)
+    return (
+        spec.name
+        + (" (whole parameters)" if spec.is_whole else "")
+        + (f" ({num_stored} parameters from files)" if num_stored else "")
+    )
 
 
 def _is_attached(reference: weakref.ref[Handle], optimizer: torch.optim.Optimizer) -> bool:

@@ -14,11 +14,9 @@ from typing import Any
 
 from onecopy.errors import ConfigError
 
-__all__ = ["BATCH_NORMS", "Config", "Precision"]
+__all__ = ["Config", "Precision"]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
-# Their running statistics are fp32 buffers.
-BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 MASTERS = ("fp32", "bf16+16", "bf16")
 STAGES = (0, 1, 2, 3)
 SAVED_TENSORS = ("auto", "always")
@@ -34,8 +32,8 @@ class Precision:
         made in fp32.
     keep_fp32: modules that stay in fp32 under a lower compute dtype, by class name or by module
         name, shell patterns allowed ("RMSNorm", "layers.*.router"), with all that is inside them.
-        Their floating-point inputs are cast to fp32 and their outputs back. Batch norms are kept
-        by default, and what a Hugging Face model lists as to be kept.
+        Their floating-point inputs are cast to fp32 and their outputs back. Norms with running
+        statistics in fp32 (batch norms) are always kept, and what Hugging Face models list.
     cast_inputs: cast floating-point inputs of the sharded model to the compute dtype.
     cast_outputs: cast its floating-point outputs to this dtype; None leaves them as they are
         computed, except that fp16 becomes fp32: gradients are then scaled before they are fp16.
@@ -52,7 +50,7 @@ class Precision:
 
     compute: str | None = None
     reduce: str | None = None
-    keep_fp32: tuple[str, ...] = BATCH_NORMS
+    keep_fp32: tuple[str, ...] = ()
     cast_inputs: bool = True
     cast_outputs: str | None = None
     loss_scale: float | None = None

@@ -7,6 +7,7 @@ OneCopyError
 |- DivergenceError         ranks want different units at the same moment
 |- ParameterReleasedError  values of a parameter were touched while its unit is released
 |- UnitStateError          an illegal move of a unit (a bug in onecopy, or a caller of internals)
+|- CheckpointError         a file of weights is missing, damaged, or does not fit the model
 |- CommunicationError      a transfer failed: a peer died, or the connection broke
 `- LaunchError             a rank process that onecopy started has failed
 
@@ -16,6 +17,7 @@ Messages say what happened, to which name and on which rank, and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "ConfigError",
     "DivergenceError",
@@ -54,6 +56,10 @@ class ParameterReleasedError(OneCopyError, RuntimeError):
 
 class UnitStateError(OneCopyError, RuntimeError):
     """A unit was asked for a move that its state does not allow."""
+
+
+class CheckpointError(OneCopyError, RuntimeError):
+    """A file of weights is missing or damaged, or does not fit the model."""
 
 
 class CommunicationError(OneCopyError, RuntimeError):

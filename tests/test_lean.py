@@ -39,7 +39,7 @@ NEAR_HALF_WAY = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 def _bits() -> Tensor:
     """All bf16 values with the lower halves that matter, and random ones: (n,) int32."""
     upper = torch.arange(-(1 << 15), 1 << 15) << 16
-    random = torch.randint(-(1 << 31), 1 << 31, (1 << 18,))
+    random = torch.randint(-(1 << 31), 1 << 31, ((1 << 18) + 37,))
     return torch.cat([*(upper + lower for lower in NEAR_HALF_WAY), random]).to(torch.int32)
 
 

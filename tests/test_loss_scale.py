@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ import onecopy
 import onecopy.events
 import onecopy.handle
 from onecopy.config import Precision
+from onecopy.core.backward import _running_backwards
 from onecopy.core.loss_scale import INITIAL, LossScale, loss_scale_of
 from onecopy.errors import ShardingError
 from onecopy.events import Event
@@ -350,7 +352,8 @@ def bypass(stage: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "weights"), (2, "weights"), (3, "opaque"), (2, "submodule")]
+    ("stage", "kind"),
+    [(0, "weights"), (2, "weights"), (3, "weights"), (3, "opaque"), (2, "submodule")],
 )
 def test_a_gradient_past_the_outputs_is_refused(pool: Pool, stage: int, kind: str) -> None:
     """It was not scaled, and dividing it by the scale would make it vanish without a word."""
@@ -358,6 +361,28 @@ def test_a_gradient_past_the_outputs_is_refused(pool: Pool, stage: int, kind: st
         assert error.type_name == "ShardingError", str(error)
         assert "past the outputs" in error.message
         assert re.search(r"parameter [01]\.(weight|bias) ", error.message), error.message
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_runs_are_found_from_the_threads_of_the_engine(accumulates: bool) -> None:
+    """On accelerators hooks run in other threads than the one that has called backward."""
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
+    seen: list[Any] = []
+
+    def hook(_: Tensor) -> None:
+        thread = threading.Thread(target=lambda: seen.append(_running_backwards()))
+        thread.start()
+        thread.join()
+
+    x.register_hook(hook)
+    if accumulates:
+        y.backward()
+    else:
+        torch.autograd.grad(y, x)
+    ((count, found, roots),) = seen
+    assert (count, found) == (0, accumulates)
+    assert len(roots) == 1 and roots[0] is y
 
 
 def local_gradients(stage: int) -> list[float]:

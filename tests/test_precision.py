@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections import defaultdict, namedtuple
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -66,17 +66,21 @@ def test_modules_are_kept_by_class_by_base_class_and_by_name() -> None:
     class OwnNorm(nn.LayerNorm):
         """A user's."""
 
-    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    untracked = nn.BatchNorm1d(2, track_running_stats=False)
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), untracked)
     model = nn.Sequential(OwnNorm(2), inner, nn.Linear(2, 2))
     bf16 = partial(Precision, compute="bf16")
-    norm = {"1.1.weight", "1.1.bias"}
-    assert kept_names(model, bf16()) == norm
-    assert kept_names(model, bf16(keep_fp32=("LayerNorm",))) == {"0.weight", "0.bias"}
-    assert kept_names(model, bf16(keep_fp32=("*Norm",))) == norm | {"0.weight", "0.bias"}
-    assert kept_names(model, bf16(keep_fp32=("1",))) == norm | {"1.0.weight", "1.0.bias"}
-    assert kept_names(model, bf16(keep_fp32=("1.*",))) == norm | {"1.0.weight", "1.0.bias"}
     assert kept_names(model, Precision()) == set()
     assert kept_names(model, Precision(compute="fp32")) == set()
+    norm = {"1.1.weight", "1.1.bias"}
+    assert kept_names(model, bf16()) == norm
+    first, rest = {"0.weight", "0.bias"}, {"1.2.weight", "1.2.bias"}
+    linear = {"1.0.weight", "1.0.bias"}
+    assert kept_names(model, bf16(keep_fp32=("LayerNorm",))) == norm | first
+    assert kept_names(model, bf16(keep_fp32=("*Norm",))) == norm | first | rest
+    assert kept_names(model, bf16(keep_fp32=("1",))) == norm | linear | rest
+    assert kept_names(model, bf16(keep_fp32=("1.[01]",))) == norm | linear
+    assert kept_names(model.bfloat16(), bf16()) == set(), "statistics in bf16 need no fp32"
 
 
 def test_names_that_keep_nothing_are_answered() -> None:
@@ -198,6 +202,29 @@ def test_kept_modules_train(pool: Pool, world: int, stage: int, precision: str) 
         assert losses == [step[rank][0] for step in expected.losses]
         for name, value in expected.parameters.items():
             assert torch.equal(values[name], value), name
+
+
+def compile_kept(compiles: bool) -> list[float]:
+    model = build_kept()
+    if compiles:
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    policy = Precision(compute="fp16", keep_fp32=("LayerNorm", "RMSNorm", "*.gate"))
+    onecopy.shard(model, optimizer, stage=3, precision=policy)
+    losses = []
+    for step in range(3):
+        loss = kept_loss(model, models.batch("unused", step, 0))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_kept_modules_inside_a_compiled_block(pool: Pool) -> None:
+    """Casts are part of its one graph."""
+    assert pool.run(1, compile_kept, True, timeout=120) == pool.run(1, compile_kept, False)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -333,6 +360,59 @@ def test_errors_about_dtypes_name_buffers(pool: Pool) -> None:
     """torch's message names no module; most often a buffer is the reason."""
     (notes,) = pool.run(1, add_fp32)
     assert len(notes) == 1 and "table (float32)" in notes[0] and "to(x.dtype)" in notes[0]
+
+
+# Sums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(
+    "world, stage, no_sync, settings",
+    list(
+        itertools.product(
+            WORLDS,
+            (1, 2, 3),
+            (False, True),
+            (Precision(compute="bf16"), Precision(compute="fp16", loss_scale=64.0)),
+        )
+    ),
+    4,
+    always=[(4, 3, True, Precision(compute="bf16")), (3, 2, False, Precision(compute="bf16"))],
+)
+def test_sums_are_made_in_fp32(
+    pool: Pool, world: int, stage: int, no_sync: bool, settings: Precision
+) -> None:
+    """Over the ranks and over backwards, whatever travels between them: SGD shows each bit."""
+    plan = Plan(
+        name="tied",
+        stage=stage,
+        optimizer="sgd",
+        backwards=3,
+        no_sync=no_sync,
+        settings={"precision": settings},
+    )
+    runs = pool.run(world, train, plan, timeout=120)
+    expected = reference.train(
+        partial(models.build, "tied"),
+        models.batches("tied", plan.steps, world, 3),
+        OPTIMIZERS["sgd"],
+        no_sync=no_sync,
+        precision=str(settings.compute),
+        loss_scale=settings.loss_scale or 1.0,
+    )
+    for run in runs:
+        for name, value in expected.parameters.items():
+            assert torch.equal(run.parameters[name], value), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fp32_that_travels_as_fp16(pool: Pool, stage: int) -> None:
+    """Scaled like all fp16 gradients, so that small ones arrive."""
+    plan = Plan(name="mlp", stage=stage, optimizer="sgd", settings={"precision": "fp32"})
+    low = replace(plan, settings={"precision": Precision(reduce="fp16", loss_scale=2.0**10)})
+    for exact, run in zip(pool.run(2, train, plan), pool.run(2, train, low), strict=True):
+        assert run.losses[0] == exact.losses[0]
+        for name, value in exact.parameters.items():
+            torch.testing.assert_close(run.parameters[name], value, rtol=1e-3, atol=1e-4)
 
 
 # Masters in state dicts -----------------------------------------------------------------------

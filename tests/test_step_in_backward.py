@@ -261,6 +261,19 @@ def read_and_written(model: Model, optimizer: Optimizer) -> None:
     _step(model, optimizer)
 
 
+def measured_between(model: Model, optimizer: Optimizer) -> None:
+    """torch.autograd.grad makes no step, before, between and after."""
+    first = model.blocks[0].bias  # type: ignore[index, union-attr]
+    for reentrant in (None, False):
+        model.reentrant = reentrant  # type: ignore[assignment]
+        for _ in range(2):
+            torch.autograd.grad(model(X).sum(), [first])
+            model(X).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.autograd.grad(model(X).sum(), [first])
+
+
 def all_of_a_step_under_no_sync(model: Model, optimizer: Optimizer) -> None:
     """Then it is the step that makes the step."""
     for _ in range(2):
@@ -297,6 +310,7 @@ SCRIPTS: dict[str, Script] = {
         shared_plainly,
         scheduled,
         read_and_written,
+        measured_between,
         all_of_a_step_under_no_sync,
         with_closures,
     )

@@ -16,6 +16,7 @@ import onecopy
 import onecopy.events
 import onecopy.handle
 from onecopy import Config, Precision
+from onecopy.core.layout import Layout
 from onecopy.core.partition import assign_owners, find_units
 from onecopy.errors import ShardingError
 from onecopy.events import Event
@@ -269,50 +270,56 @@ def test_balance(num_slices: int) -> None:
     assert max(totals) <= 1.1 * mean
 
 
-def one_step(stage: int) -> tuple[dict[str, int], dict[str, int], int, list[Event]]:
-    """Bytes that this rank owns of flat and gradient buffers, of all, and a step's events."""
-    model = models.build("mlp")
-    onecopy.shard(model, made := MATRIX["muon"](model), stage=stage)
+def one_step(name: str, stage: int) -> tuple[list[Layout], list[Event]]:
+    """Layouts of the units, and the events of one step."""
+    model = models.build(name)
+    made = MATRIX["muon" if name == "mlp" else "adafactor"](model)
+    onecopy.shard(model, made, stage=stage)
     events: list[Event] = []
     for step in range(2):
         if step == 1:
             onecopy.events.add_sink(model, events.append)
-        models.loss(model, models.batch("mlp", step, dist.get_rank())).backward()
+        models.loss(model, models.batch(name, step, dist.get_rank())).backward()
         Together(made).step()
         Together(made).zero_grad()
-    layouts = [unit.layout for unit in onecopy.handle.of(model).engine.units]
-    rank = dist.get_rank() if stage else 0
-    own = {
-        "flat": 4 * sum(layout.slice_numels[rank] for layout in layouts),
-        "gradient": 4 * sum(layout.strides[rank] for layout in layouts),
-    }
-    every = {
-        "flat": 4 * sum(layout.padded_numel for layout in layouts),
-        "gradient": 4 * sum(layout.gradient_numel for layout in layouts),
-    }
-    return own, every, sum(0 in layout.slice_numels for layout in layouts), events
+    return [unit.layout for unit in onecopy.handle.of(model).engine.units], events
+
+
+def _reduced(rank: int, layout: Layout) -> int:
+    """Elements that a rank sends in a reduce, counted one by one."""
+    owners = [owner for owner, numel in enumerate(layout.strides) for _ in range(numel)]
+    world, total = layout.num_slices, len(owners)
+    if max(layout.strides) * world <= 2 * total:
+        return sum(owner != rank for owner in owners)
+    # One rank owns more than two equal parts: each sums an equal part, and sends that on.
+    sums = [next(r for r in range(world) if e < _end(r, world, total)) for e in range(total)]
+    dealt = sum(by == rank != owner for by, owner in zip(sums, owners, strict=True))
+    return sum(by != rank for by in sums) + dealt
+
+
+def _end(rank: int, world: int, total: int) -> int:
+    return sum((total + place) // world for place in range(rank + 1))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bytes(pool: Pool, stage: int) -> None:
+@pytest.mark.parametrize("name", ["mlp", "convgn"])
+def test_bytes(pool: Pool, name: str, stage: int) -> None:
     """A rank sends its slice to each peer in a gather, what others own in a reduce."""
-    world, sent = 4, {"gather": 0, "reduce": 0}
-    for own, every, num_with_empty, events in pool.run(world, one_step, stage):
-        kinds = {"gather": {"gather", "refresh"}, "reduce": {"reduce"}}
-        found = {
-            name: sum(event.num_bytes for event in events if event.kind in of)
-            for name, of in kinds.items()
-        }
-        if stage:
-            assert num_with_empty, "more ranks than matrices"
-            times = 2 if stage == 3 else 1
-            assert found["gather"] == times * (world - 1) * own["flat"]
-            assert found["reduce"] == every["gradient"] - own["gradient"]
-        sent = {name: sent[name] + found[name] for name in sent}
-    # All ranks together, as where slices are equal.
+    world = 4
     gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
-    assert sent["gather"] == gathers * (world - 1) * every["flat"]
-    assert sent["reduce"] == (2 if stage == 0 else 1) * (world - 1) * every["gradient"]
+    for rank, (layouts, events) in enumerate(pool.run(world, one_step, name, stage)):
+        sent = {
+            kind: sum(event.num_bytes for event in events if event.kind in kinds)
+            for kind, kinds in (("reduce", {"reduce"}), ("gather", {"gather", "refresh"}))
+        }
+        if stage == 0:
+            gradient = sum(layout.gradient_numel for layout in layouts)
+            assert sent == {"reduce": 2 * 4 * gradient * (world - 1) // world, "gather": 0}
+            continue
+        assert any(0 in layout.slice_numels for layout in layouts), "more ranks than matrices"
+        own = sum(layout.slice_numels[rank] for layout in layouts)
+        assert sent["gather"] == 4 * gathers * (world - 1) * own
+        assert sent["reduce"] == 4 * sum(_reduced(rank, layout) for layout in layouts)
 
 
 def run_native(name: str, options: dict[str, Any]) -> Trained:
@@ -323,16 +330,17 @@ def run_native(name: str, options: dict[str, Any]) -> Trained:
 
 @pytest.mark.sampled(
     "world, stage, precision",
-    list(itertools.product((2, 3), (1, 2, 3), ("fp32", "bf16"))),
-    3,
-    always=[(3, 3, "fp32"), (3, 2, "bf16")],
+    list(itertools.product((2, 3, 4), (1, 2, 3), ("fp32", "bf16"))),
+    2,
+    always=[(4, 3, "fp32"), (3, 2, "bf16")],
 )
-def test_native_collectives(pool: Pool, world: int, stage: int, precision: str) -> None:
+@pytest.mark.parametrize("name", ["mlp", "convgn"])
+def test_native_collectives(pool: Pool, name: str, world: int, stage: int, precision: str) -> None:
     """Unequal slices, some empty, over the other transport: equal but for the order of sums."""
     options = {"stage": stage, "precision": precision}
     tolerance = 1e-5 if precision == "fp32" else 2e-2
-    ours = pool.run(world, run_native, "mlp", options)
-    theirs = pool.run(world, run, "adafactor", "mlp", options)
+    ours = pool.run(world, run_native, name, options)
+    theirs = pool.run(world, run, "adafactor", name, options)
     for one, other in zip(ours, theirs, strict=True):
         assert one.losses == [pytest.approx(losses, rel=tolerance) for losses in other.losses]
         for key, value in other.parameters.items():

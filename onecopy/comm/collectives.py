@@ -6,7 +6,8 @@ the mean. Both return a `Pending` whose work is under way.
 
 Volumes (per rank, elements of one flat buffer of n, where slices are equal): gather (N-1)/N n,
 reduce (N-1)/N n over the shard group, 2 (R-1)/R n over a replica group of R ranks. Where they are
-not, a rank sends its slice N-1 times in a gather, and all that is not its own in a reduce.
+not, a rank sends its slice N-1 times in a gather, and all that is not its own in a reduce; where
+one slice is far longer than others, all but an equal part, and then what of the sum is not its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
 from onecopy.comm.groups import Group, Groups
-from onecopy.comm.transport import Hop, Mean, Messages, Native, Transport, Wait
+from onecopy.comm.transport import (
+    Hop,
+    Mean,
+    Messages,
+    Native,
+    Transport,
+    Wait,
+    parts_to_sum,
+    shares,
+)
 from onecopy.errors import CommunicationError, OneCopyError
 from onecopy.events import Events
 
@@ -103,11 +113,16 @@ class Collectives:
             master_dtype: dtype of the sum and of the result.
             unit: number of the unit, the same on all ranks.
         """
-        shard, replica = self.groups.shard, self.groups.replica
-        own_bytes = numels[shard.rank] * buffer.itemsize
-        num_bytes = buffer.nbytes - own_bytes
+        rank, replica = self.groups.shard.rank, self.groups.replica
+        summed = parts_to_sum(numels)
+        num_bytes = buffer.nbytes - summed[rank] * buffer.itemsize
+        if summed is not numels:
+            kept = shares(rank, summed, numels)[rank]
+            num_bytes += (summed[rank] - kept) * master_dtype.itemsize
+        own_bytes = numels[rank] * buffer.itemsize
         num_bytes += 2 * (own_bytes // replica.size) * (replica.size - 1)
-        return Pending(self._reduce(buffer, numels, master_dtype, unit), num_bytes)
+        owned = Hop(self.groups.shard, numels, self._tag(unit, REDUCE))
+        return Pending(self._reduce(buffer, summed, owned, master_dtype, unit), num_bytes)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the first rank's values, in place (at `shard` only)."""
@@ -150,26 +165,34 @@ class Collectives:
         return flat
 
     def _reduce(
-        self, buffer: torch.Tensor, numels: Sequence[int], master_dtype: torch.dtype, unit: int
+        self,
+        buffer: torch.Tensor,
+        summed: Sequence[int],
+        owned: Hop,
+        master_dtype: torch.dtype,
+        unit: int,
     ) -> Steps:
-        shard, replica = self.groups.shard, self.groups.replica
-        tag = self._tag(unit, REDUCE)
+        """See `reduce`; `summed` says how many elements each rank sums, `owned` who gets them."""
+        (shard, numels, tag), replica = owned, self.groups.replica
         # The sum of all ranks is multiplied by 1/N once, by its owner, in the last hop that sums.
         scale = 1.0 / self.groups.world.size
         part = buffer
         if shard.size > 1:
             mean = Mean(master_dtype, scale if replica.size == 1 else 1.0)
-            wait = self._transport.reduce(part, mean, Hop(shard, numels, tag))
+            wait = self._transport.reduce(part, mean, Hop(shard, summed, tag))
             yield
             part = self._blocking(wait, shard)
+            if summed is not numels:
+                wait = self._transport.deal(part, summed, owned)
+                yield
+                part = self._blocking(wait, shard)
         if replica.size > 1:
             # All-reduce as reduce, then gather of the means: the order of summation is defined,
             # and every replica holds the same bits, those that travelled.
             wire = part.to(buffer.dtype)
             chunks = (wire.numel() // replica.size,) * replica.size
-            wait = self._transport.reduce(
-                wire, Mean(master_dtype, scale), Hop(replica, chunks, tag)
-            )
+            hop = Hop(replica, chunks, tag)
+            wait = self._transport.reduce(wire, Mean(master_dtype, scale), hop)
             yield
             own = self._blocking(wait, replica).to(wire.dtype)
             part = torch.empty_like(wire)

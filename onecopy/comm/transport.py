@@ -4,9 +4,8 @@ On Gloo as messages from rank to rank, tagged with the unit: half the bytes of G
 reduce_scatter, as fast as its broadcasts, a defined order of summation, and no order between units
 that ranks would have to keep. Other backends (NCCL) use their native collectives.
 
-Slices may be unequal, and empty, where parameters are not cut. The sum of a reduce then needs as
-many parts of its owner's length as there are ranks, on Gloo and where the wire is narrower than
-the sum.
+Slices may be unequal, and empty, where parameters are not cut. The owner of a slice receives it
+from every other rank before it sums: what is summed in one hop must be about equal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from onecopy.comm.groups import Group
 
-__all__ = ["Hop", "Mean", "Messages", "Native", "Transport", "Wait"]
+__all__ = ["Hop", "Mean", "Messages", "Native", "Transport", "Wait", "parts_to_sum", "shares"]
 
 # Waits for one hop and returns what it produced: the sum for a reduce, the buffer for a gather.
 Wait = Callable[[], torch.Tensor]
@@ -42,6 +41,28 @@ class Hop(NamedTuple):
         return self.numels.count(self.numels[0]) == len(self.numels)
 
 
+def parts_to_sum(numels: Sequence[int]) -> Sequence[int]:
+    """How to divide a buffer for summing it: as it is owned, unless one slice is far too long.
+
+    An owner of more than two equal parts would take in N times its slice, several times the whole
+    buffer, while others wait for it. All sum an equal part then, and send that on to its owners.
+    """
+    size, total = len(numels), sum(numels)
+    if max(numels) * size <= 2 * total:
+        return numels
+    return tuple((total + place) // size for place in range(size))
+
+
+def shares(rank: int, own: Sequence[int], other: Sequence[int]) -> list[int]:
+    """How many elements of `rank`'s part lie in each part of another division of the buffer."""
+    low, start, found = sum(own[:rank]), 0, []
+    high = low + own[rank]
+    for numel in other:
+        found.append(max(0, min(high, start + numel) - max(low, start)))
+        start += numel
+    return found
+
+
 class Mean(NamedTuple):
     """What a reduce makes of the ranks' parts: their sum in `dtype`, times `scale`."""
 
@@ -55,6 +76,8 @@ class Transport(Protocol):
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Wait: ...
 
     def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait: ...
+
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait: ...
 
     def interrupt(self, group: Group, tag: int) -> None: ...
 
@@ -83,6 +106,22 @@ class Messages:
             for work in works:
                 work.wait()
             return _mean_in_order(parts, group.rank, mean)
+
+        return wait
+
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait:
+        """From parts of `numels` elements on the ranks to the slices that they own."""
+        rank = hop.group.rank
+        total = part.new_empty(hop.numels[rank])
+        sent = part.split_with_sizes(shares(rank, numels, hop.numels))
+        received = total.split_with_sizes(shares(rank, hop.numels, numels))
+        works = _exchange(hop, received, sent)
+        received[rank].copy_(sent[rank])
+
+        def wait() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return total
 
         return wait
 
@@ -118,20 +157,22 @@ class Native:
 
     def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait:
         group = hop.group
-        if buffer.dtype == mean.dtype:
-            return self._reduce_on_the_way(buffer, mean, hop)
-        # A ring would sum in the low precision of the wire: exchange the slices (the same bytes)
-        # and sum them here.
         own = hop.numels[group.rank]
+        if buffer.dtype == mean.dtype and hop.is_even:
+            total = buffer.new_empty(own)
+            work = dist.reduce_scatter_single(
+                total, buffer, group=group.process_group, async_op=True
+            )
+
+            def wait() -> torch.Tensor:
+                _wait_for([work])
+                return total.mul_(mean.scale)
+
+            return wait
+        # A ring would sum in the low precision of the wire, and takes equal slices only: exchange
+        # them (the same bytes) and sum them here.
         received = buffer.new_empty(own * group.size)
-        work = dist.all_to_all_single(
-            received,
-            buffer,
-            [own] * group.size,
-            list(hop.numels),
-            group=group.process_group,
-            async_op=True,
-        )
+        work = _all_to_all(received, [own] * group.size, buffer, hop.numels, group)
 
         def wait_and_sum() -> torch.Tensor:
             _wait_for([work])
@@ -139,24 +180,15 @@ class Native:
 
         return wait_and_sum
 
-    def _reduce_on_the_way(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait:
-        """Sums are made by the backend as slices pass from rank to rank."""
-        group = hop.group
-        total = buffer.new_empty(hop.numels[group.rank])
-        if hop.is_even:
-            works = [
-                dist.reduce_scatter_single(total, buffer, group=group.process_group, async_op=True)
-            ]
-        else:
-            total.copy_(buffer.narrow(0, sum(hop.numels[: group.rank]), total.numel()))
-            works = [
-                dist.reduce(part, owner, group=group.process_group, async_op=True)
-                for part, owner in _parts_of_ranks(buffer, hop, total)
-            ]
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait:
+        rank = hop.group.rank
+        total = part.new_empty(hop.numels[rank])
+        received, sent = shares(rank, hop.numels, numels), shares(rank, numels, hop.numels)
+        work = _all_to_all(total, received, part, sent, hop.group)
 
         def wait() -> torch.Tensor:
-            _wait_for(works)
-            return total.mul_(mean.scale)
+            _wait_for([work])
+            return total
 
         return wait
 
@@ -170,6 +202,24 @@ def _wait_for(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()
+
+
+def _all_to_all(
+    received: torch.Tensor,
+    received_numels: Sequence[int],
+    sent: torch.Tensor,
+    sent_numels: Sequence[int],
+    group: Group,
+) -> dist.Work | None:
+    work: dist.Work | None = dist.all_to_all_single(
+        received,
+        sent,
+        list(received_numels),
+        list(sent_numels),
+        group=group.process_group,
+        async_op=True,
+    )
+    return work
 
 
 def _parts_of_ranks(

@@ -31,6 +31,8 @@ from onecopy.core.loss_scale import refuse_bypass
 from onecopy.core.step_in_backward import StepInBackward
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from onecopy.core.engine import Engine
     from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
@@ -424,10 +426,20 @@ def _running_backwards() -> tuple[int, bool, Sequence[Any]]:
     """How many runs of the autograd engine the Python stack of this thread holds, whether the
     innermost accumulates gradients (`backward`, not `torch.autograd.grad`), and its roots.
 
-    On an accelerator hooks run in a thread of the engine's, whose stack holds none: then a run is
-    taken to accumulate.
+    On an accelerator hooks run in a thread of the engine's, whose stack holds none, while the
+    caller's thread waits. Where several threads have a run, nobody can tell whose this is: then it
+    is taken to accumulate, from unknown roots.
     """
-    count, accumulates, frame = 0, True, sys._getframe()
+    mine = _runs_on(sys._getframe())
+    if mine[0]:
+        return mine
+    others = [found for frame in sys._current_frames().values() if (found := _runs_on(frame))[0]]
+    return (0, *others[0][1:]) if len(others) == 1 else mine
+
+
+def _runs_on(innermost: FrameType) -> tuple[int, bool, Sequence[Any]]:
+    """The same of one stack."""
+    count, accumulates, frame = 0, True, innermost
     roots: Sequence[Any] = ()
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":

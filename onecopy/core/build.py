@@ -24,9 +24,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from onecopy.core.cells import Cell, Store, cell_of, is_whole, place_of, replay, shadow, stand_in
+from onecopy.core.cells import (
+    Cell,
+    Store,
+    cell_of,
+    is_whole,
+    place_of,
+    record,
+    replay,
+    shadow,
+    stand_in,
+)
 from onecopy.core.recorder import Recorder
 from onecopy.errors import ShardingError
+from onecopy.memory.tensor_files import StoredTensor
 
 __all__ = [
     "adopt",
@@ -34,9 +45,10 @@ __all__ = [
     "device_of",
     "expose",
     "init_sharded",
-    "is_read_from_file",
     "make_buffers",
+    "read_later",
     "source_of",
+    "sources_of",
     "unmade",
     "unmark",
     "write_values",
@@ -214,17 +226,25 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None
 
 
-def is_read_from_file(tensor: Tensor) -> bool:
-    """The values of an unmade tensor are those of a file, as they are there."""
-    return source_of(tensor) is not None
-
-
-def source_of(tensor: Tensor) -> Any | None:
-    """What the values of an unmade tensor are read from, if they are read as they are."""
+def source_of(tensor: Tensor) -> StoredTensor | None:
+    """The tensor in a file from which the values of an unmade one come, if they do."""
     cell = cell_of(tensor) if tensor.is_meta else None
     if cell is None or cell.last is None:
         return None
-    return getattr(cell.last.function, "__self__", None) if not cell.last.needs else None
+    source = getattr(cell.last.function, "__self__", None)
+    return source if isinstance(source, StoredTensor) else None
+
+
+def sources_of(model: nn.Module) -> dict[int, StoredTensor]:
+    """By id, what unmade parameters are read from."""
+    sources = ((id(parameter), source_of(parameter)) for parameter in model.parameters())
+    return {key: source for key, source in sources if source is not None}
+
+
+def read_later(tensor: Tensor, source: StoredTensor) -> None:
+    """Let the values of a meta tensor come from a file."""
+    cell = cell_of(tensor) or expose(tensor)
+    record(cell, source.read, place_of(tensor, cell))
 
 
 def write_values(view: Tensor, parameter: Tensor) -> None:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from onecopy.config import BATCH_NORMS
 from onecopy.core.precision import DTYPES, cast_floating
 from onecopy.errors import ConfigError
 
@@ -87,14 +86,21 @@ def _lower_outputs(compute: torch.dtype, module: nn.Module, args: Any, output: A
 
 
 def _kept_tops(root: nn.Module, precision: Precision) -> Iterator[nn.Module]:
-    """The modules that a name in keep_fp32 matches, without those inside others."""
+    """The modules that a name in keep_fp32 matches, and batch norms; none inside another."""
     inside: set[int] = set()
     for name, module in root.named_modules():
-        if id(module) not in inside and any(
-            _matches(pattern, name, module) for pattern in precision.keep_fp32
-        ):
+        if id(module) in inside:
+            continue
+        is_named = any(_matches(pattern, name, module) for pattern in precision.keep_fp32)
+        if is_named or _has_fp32_statistics(module):
             inside.update(id(one) for one in module.modules())
             yield module
+
+
+def _has_fp32_statistics(module: nn.Module) -> bool:
+    """A norm that cannot compute in a lower dtype than its running statistics have."""
+    mean = module.running_mean if isinstance(module, _NormBase) else None
+    return mean is not None and mean.dtype is torch.float32
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -114,7 +120,7 @@ def _called(modules: Iterator[nn.Module]) -> Iterator[nn.Module]:
 def _check_names(root: nn.Module, precision: Precision) -> None:
     for pattern in precision.keep_fp32:
         modules = list(root.named_modules())
-        if pattern in BATCH_NORMS or any(_matches(pattern, *one) for one in modules):
+        if any(_matches(pattern, *one) for one in modules):
             continue
         known = {type(module).__name__ for _, module in modules} | {name for name, _ in modules}
         near = difflib.get_close_matches(pattern, known, n=1)

@@ -21,7 +21,7 @@ from onecopy.core.compiling import not_compiled
 from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
 from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.core.optimizer_state import register_state_hooks, slice_state
-from onecopy.core.step_in_backward import clip_factor, run_twice, total_norm
+from onecopy.core.step_in_backward import clip_factor, norms_by_limit, run_twice, total_norm
 from onecopy.core.unit_step import UnitSteps
 from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
 from onecopy.errors import ShardingError
@@ -280,16 +280,16 @@ class Binding:
 
     def _clip(self) -> None:
         """Clip by the common norm of the models that have the same limit."""
-        limits = {engine.config.max_grad_norm for engine, _ in self.engines}
-        for limit in (limit for limit in limits if limit is not None):
-            parts = [part for part in self.engines if part[0].config.max_grad_norm == limit]
-            with torch.no_grad():
-                norm = total_norm(engine for engine, _ in parts)
-                for engine, backward in parts:
-                    if engine in self._behind:
-                        engine.owned.scale(clip_factor(norm, limit))
-                    if backward.stepper is not None:
-                        backward.stepper.note_norm(norm)
+        with torch.no_grad():
+            norms = norms_by_limit(engine for engine, _ in self.engines)
+            for engine, backward in self.engines:
+                limit = engine.config.max_grad_norm
+                if limit is None:
+                    continue
+                if engine in self._behind:
+                    engine.owned.scale(clip_factor(norms[limit], limit))
+                if backward.stepper is not None:
+                    backward.stepper.note_norm(norms[limit])
 
     def _parts(self) -> list[tuple[Engine, list[Gradients]]]:
         """The gradients that this optimizer steps, by model."""

@@ -127,6 +127,20 @@ def _cut(state_dict: dict[str, Any], binding: Binding) -> dict[str, Any]:
     return {**state_dict, "state": states, "param_groups": cut_groups}
 
 
+def _placed(name: str, value: Any, unit: Unit, number: int) -> Any:
+    """A state where its piece lies: an optimizer that was made first knew no device."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if value.is_meta:
+        raise ShardingError(
+            f"the optimizer state {name} of {unit.names[number]} is on the meta device and has no "
+            "values, because the optimizer was made from parameters without values: build the "
+            "model inside onecopy.init_sharded(), or make the optimizer after onecopy.shard(model) "
+            "and attach it by onecopy.shard(model, optimizer)"
+        )
+    return value.to(unit.flat.device)
+
+
 def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:
     """The part of a whole parameter's optimizer state that belongs to this rank's piece.
 
@@ -137,8 +151,9 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
         ShardingError: a tensor has another shape than the parameter it should belong to, or is of
             a kind that cannot be cut.
     """
+    state = {name: _placed(name, value, unit, number) for name, value in state.items()}
     if unit.layout.is_whole:
-        return dict(state)
+        return state
     shape = unit.parameters[number].shape
     place = unit.place_of(number)
     cut: dict[str, Any] = {}

@@ -93,6 +93,9 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) is dict:
+        # By itself: compilers do not see through the copy below.
+        return {key: map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, dict):
         # Copied, not built anew: dict subclasses take other arguments.
         mapped = copy.copy(value)

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from onecopy.core.optimizer import Binding
     from onecopy.core.unit import Unit, UnitSpec
 
-__all__ = ["StepInBackward", "check_step_in_backward", "clip_factor", "run_twice", "total_norm"]
+__all__ = [
+    "StepInBackward",
+    "check_step_in_backward",
+    "clip_factor",
+    "norms_by_limit",
+    "run_twice",
+    "total_norm",
+]
 
 TWO_PASS = "two-pass"
 
@@ -62,6 +69,17 @@ def total_norm(engines: Iterable[Engine], norm_type: float = 2.0) -> torch.Tenso
     norms = torch.cat([engine.owned.norms(norm_type) for engine in engines])
     total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
+
+
+def norms_by_limit(engines: Iterable[Engine]) -> dict[float | None, torch.Tensor]:
+    """The common norm of the models that are clipped to the same value, for each such value."""
+    engines = list(engines)
+    limits = dict.fromkeys(engine.config.max_grad_norm for engine in engines)
+    return {
+        limit: total_norm(one for one in engines if one.config.max_grad_norm == limit)
+        for limit in limits
+        if limit is not None
+    }
 
 
 def clip_factor(total: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -127,9 +145,7 @@ class StepInBackward:
                 "and call optimizer.step(function), or say step_in_backward=True, which clips by "
                 "the norm of the step before"
             )
-        self._taken.clear()
-        self._seen.clear()
-        self._is_nested = False
+        self._forget()
         self._engine.owned.begin_backward(measures=self._limit is not None)
 
     def arrived(self, gradients: Gradients, index: int, *, is_nested: bool) -> None:
@@ -184,6 +200,7 @@ class StepInBackward:
             self._knows_nested |= self._is_nested
             if not self.is_measuring:
                 self._engine.refresh(unit for one in self.bindings for unit in one.units)
+        self._forget()
         return self._are_applied
 
     def failed(self, numbers: Collection[int]) -> None:
@@ -193,6 +210,7 @@ class StepInBackward:
         for unit in updated:
             self._take(unit)
         self._unstepped.clear()
+        self._forget()
         if updated and not self.is_measuring:
             self._engine.refresh(updated)
             warnings.warn(
@@ -236,6 +254,12 @@ class StepInBackward:
     def _keeps(self) -> bool:
         """Gradients are kept for the step, which clips them by their own norm."""
         return self._limit is not None and self.norm is None and not self.is_measuring
+
+    def _forget(self) -> None:
+        """What has been taken says nothing of other backwards, `torch.autograd.grad` among them."""
+        self._taken.clear()
+        self._seen.clear()
+        self._is_nested = False
 
     def _take(self, unit: Unit) -> None:
         bindings = [one for one in self.bindings if unit in one.units]
@@ -283,14 +307,14 @@ def run_twice(
         for _, stepper in parts:
             stepper.end()
         with torch.no_grad():
-            norm = total_norm(engine for engine, _ in parts)
+            norms = norms_by_limit(engine for engine, _ in parts)
             for one, value in buffers:
                 one.copy_(value)
         torch.set_rng_state(random)
         if on_device is not None:
             on_device.set_rng_state(random_on_device, device)
-        for _, stepper in parts:
-            stepper.begin_pass(norm=norm)
+        for engine, stepper in parts:
+            stepper.begin_pass(norm=norms[engine.config.max_grad_norm])
         return closure()
     finally:
         for _, stepper in parts:

@@ -233,15 +233,19 @@ class Unit:
     def _first_values(self, device: torch.device) -> torch.Tensor | None:
         """The whole flat buffer in master precision, as the first rank has it.
 
-        None where all values are still in files: each rank will read its pieces.
+        Values that are in files count as zeros: each rank will read its pieces. None where all are.
         """
-        if all(build.is_read_from_file(parameter) for parameter in self.parameters):
+        made = [build.source_of(parameter) is None for parameter in self.parameters]
+        if not any(made):
             return None
         # The masters keep what the user's parameters hold, before any cast to the compute dtype.
         source = torch.zeros(self.layout.padded_numel, dtype=self.dtypes.master, device=device)
-        for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
+        is_first = self._collectives.groups.world.rank == 0
+        for start, parameter, is_made in zip(
+            self.layout.starts, self.parameters, made, strict=True
+        ):
             # Unmade parameters cost work: only the rank whose values count makes them.
-            if not parameter.is_meta or self._collectives.groups.world.rank == 0:
+            if is_made and (is_first or not parameter.is_meta):
                 build.write_values(view_of(source, start, parameter), parameter)
         self._collectives.broadcast(source)
         return source

@@ -1,0 +1,211 @@
+"""Tensors in safetensors files: where each lies, and reading any part of it.
+
+A file is eight bytes, the length of the header (little endian); the header, JSON that gives each
+tensor's dtype, shape and place; and the values, row by row, one tensor after the other. So a rank
+that owns a part of a tensor reads the bytes of this part and no others.
+
+Source: the format of safetensors (https://huggingface.co/docs/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onecopy.errors import CheckpointError
+
+__all__ = ["StoredTensor", "open_directory"]
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# Elements that are read and converted at a time.
+BLOCK_NUMEL = 1 << 22
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a file.
+
+    first_byte: where its values begin, from the beginning of the file.
+    """
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first_byte: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def read_part(self, target: torch.Tensor, offset: int) -> int:
+        """Fill a 1-D tensor with the elements from `offset` on, in the target's dtype.
+
+        Returns the number of bytes that were read.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends too early.
+        """
+        itemsize = self.dtype.itemsize
+        buffer = bytearray(min(target.numel(), BLOCK_NUMEL) * itemsize)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.first_byte + offset * itemsize)
+                for block in target.split(BLOCK_NUMEL):
+                    values = memoryview(buffer)[: block.numel() * itemsize]
+                    _fill(file, values, self)
+                    if values:
+                        block.copy_(torch.frombuffer(values, dtype=torch.uint8).view(self.dtype))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return target.numel() * itemsize
+
+    def read(self, target: torch.Tensor) -> int:
+        """Fill a tensor of this shape, whatever its dtype and strides; returns the bytes read."""
+        if target.is_contiguous():
+            return self.read_part(target.view(-1), 0)
+        rows = torch.empty(self.shape, dtype=target.dtype, device=target.device)
+        num_bytes = self.read(rows)
+        target.copy_(rows)
+        return num_bytes
+
+
+def open_directory(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """The tensors of a directory as Hugging Face saves it, by name; their values stay in the files.
+
+    Args:
+        directory: with one .safetensors file, or several and their index; or one such file.
+
+    Raises:
+        CheckpointError: nothing is there, a file is missing, damaged or too short.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path, names in _files(Path(directory)):
+        found = {tensor.name: tensor for tensor in _read_header(path)}
+        absent = [name for name in names or () if name not in found]
+        if absent:
+            raise CheckpointError(
+                f"{path} does not contain {absent[0]}, which the index places there: the files of "
+                "this directory belong to different models, or were not copied completely"
+            )
+        stored |= {name: found[name] for name in names or found}
+    return stored
+
+
+def _files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """The files, and the names that each must contain; None for all that it does."""
+    if path.is_file():
+        yield path, None
+        return
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} does not exist. Give a directory on this machine that holds .safetensors "
+            "files; huggingface_hub.snapshot_download brings one from the hub"
+        )
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    files = sorted(path.glob("*.safetensors"))
+    if not indices and len(files) == 1:
+        yield files[0], None
+        return
+    if len(indices) != 1:
+        others = ", ".join(one.name for one in sorted(path.iterdir())[:5]) or "nothing"
+        raise CheckpointError(
+            f"{path} must hold one .safetensors file, or several with one "
+            f"model.safetensors.index.json. It holds {len(files)} and {len(indices)} of these "
+            f"(there are {others}). Save with model.save_pretrained(directory), or pass one file"
+        )
+    for name, names in _read_index(indices[0]).items():
+        if not (path / name).is_file():
+            raise CheckpointError(
+                f"{path / name} does not exist, but {indices[0].name} places {names[0]} and "
+                f"{len(names) - 1} other tensors there: copy the directory completely"
+            )
+        yield path / name, names
+
+
+def _read_index(path: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each file."""
+    files: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(path.read_text())["weight_map"].items():
+            files.setdefault(file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({error!r})") from error
+    return files
+
+
+def _read_header(path: Path) -> Iterator[StoredTensor]:
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if length > min(size, MAX_HEADER_BYTES):
+                raise ValueError("its header is longer than the file")
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        ends = [LENGTH_BYTES + length]
+        for name, entry in header.items():
+            tensor, end = _tensor(path, name, entry, LENGTH_BYTES + length)
+            ends.append(end)
+            yield tensor
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is no safetensors file, or its header is damaged ({error})"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if size < max(ends):
+        raise CheckpointError(
+            f"{path} is cut off: it has {size} bytes, and its header promises {max(ends)}. Copy or "
+            "download it again"
+        )
+
+
+def _tensor(path: Path, name: str, entry: dict[str, Any], values: int) -> tuple[StoredTensor, int]:
+    """One tensor of a header, and where it ends in the file."""
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has dtype {entry['dtype']}, which torch cannot convert")
+    dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    first, end = entry["data_offsets"]
+    if end - first != math.prod(shape) * dtype.itemsize or first < 0:
+        raise ValueError(f"{name} of shape {shape} does not fit bytes {first} to {end}")
+    return StoredTensor(name, path, dtype, shape, values + first), values + end
+
+
+def _fill(file: Any, values: memoryview, tensor: StoredTensor) -> None:
+    """Read until `values` is full: the system may give less at a time."""
+    position = 0
+    while position < len(values):
+        count = file.readinto(values[position:])
+        if not count:
+            raise CheckpointError(
+                f"{tensor.path} ends within {tensor.name}: it has changed since it was opened"
+            )
+        position += count
