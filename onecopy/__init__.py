@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from onecopy.config import Precision as Precision
     from onecopy.core.build import init_sharded as init_sharded
     from onecopy.core.pretrained import load_pretrained as load_pretrained
+    from onecopy.core.uneven import join as join
+    from onecopy.core.uneven import loss_weight as loss_weight
     from onecopy.errors import OneCopyError as OneCopyError
     from onecopy.launcher import launch as launch
 
@@ -32,8 +34,10 @@ _WHERE = {
     "clip_grad_norm_": "onecopy.api",
     "full_parameters": "onecopy.api",
     "init_sharded": "onecopy.core.build",
+    "join": "onecopy.core.uneven",
     "launch": "onecopy.launcher",
     "load_pretrained": "onecopy.core.pretrained",
+    "loss_weight": "onecopy.core.uneven",
     "no_sync": "onecopy.api",
     "shard": "onecopy.api",
     "unshard": "onecopy.api",
@@ -46,8 +50,10 @@ __all__ = [
     "clip_grad_norm_",
     "full_parameters",
     "init_sharded",
+    "join",
     "launch",
     "load_pretrained",
+    "loss_weight",
     "no_sync",
     "shard",
     "unshard",

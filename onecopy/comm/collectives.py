@@ -146,6 +146,23 @@ class Collectives:
                 dist.all_reduce(values, operation, group=group.process_group)
         return values
 
+    def share(self, value: float, what: str, device: torch.device) -> list[float]:
+        """One number of every rank, in rank order; a collective.
+
+        Args:
+            what: names it where ranks turn out to want different things.
+            device: one that the group can carry.
+        """
+        world = self.groups.world
+        values = torch.zeros(world.size, dtype=torch.float64, device=device)
+        values[world.rank] = value
+        if world.size > 1:
+            self.agreement.scheduled(what)
+            with self.agreement.blocked():
+                dist.all_reduce(values, group=world.process_group)
+        numbers: list[float] = values.tolist()
+        return numbers
+
     # Hops -------------------------------------------------------------------------------------
 
     def _tag(self, unit: int, verb: int) -> int:

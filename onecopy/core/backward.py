@@ -69,6 +69,8 @@ class Backward:
         # False within torch.autograd.grad, which leaves gradients to the caller.
         self._accumulates = True
         self._order: list[Gradients] = []
+        # How many ranks have data, 0 where this one has none; None where nobody has said so.
+        self.num_active: int | None = None
         self._next = 0
         # So many of the order may be launched before the end; the last one never is.
         self._num_early = 0
@@ -211,6 +213,13 @@ class Backward:
                 gradients.begin_backward()
             if self.sync:
                 self._agree_on_order()
+
+    def weigh(self, num_active: int | None) -> None:
+        """Let gradients be the mean over that many ranks; 0 lets this rank's count as nothing."""
+        self.num_active = num_active
+        num_ranks = self._engine.collectives.groups.world.size
+        for gradients in self._engine.gradients:
+            gradients.weight = num_ranks / num_active if num_active else float(num_active is None)
 
     def forget_order(self) -> None:
         """There are other units than before: the next backward agrees anew."""

@@ -222,6 +222,10 @@ class Engine:
             gradients.scale_by(self.loss_scale)
         return gradients
 
+    def share(self, value: float, what: str) -> list[float]:
+        """One number of every rank, in rank order; a collective named `what`."""
+        return self.collectives.share(value, what, self.units[0].flat.device)
+
     # Verbs ------------------------------------------------------------------------------------
 
     def begin_segment(self, key: Hashable) -> None:

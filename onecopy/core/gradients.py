@@ -84,6 +84,8 @@ class Gradients:
         self._loss_scale: LossScale | None = None
         # 0-d, where gradients are scaled: 1 says that a mean is not finite.
         self.found_inf: torch.Tensor | None = None
+        # What this rank's gradients count; see uneven.py.
+        self.weight = 1.0
         # The means come from the running backward alone.
         self.is_fresh = False
         self.needs_buffer = False
@@ -140,6 +142,11 @@ class Gradients:
         if self.needs_buffer:
             self._take_buffer()
         target, filled, arrived = self._wholes[index], self._filled, self._arrived
+        if self.weight != 1.0:
+            if not self.weight:
+                arrived.add(index)
+                return self.is_complete
+            gradient = gradient * self.weight
         if target is None or index in filled or gradient.is_sparse:
             self._add_parts(index, gradient)
         else:
