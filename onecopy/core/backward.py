@@ -28,6 +28,7 @@ from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import refuse_bypass
+from onecopy.core.owned import OwnedGradient
 from onecopy.core.step_in_backward import StepInBackward
 
 if TYPE_CHECKING:
@@ -138,9 +139,12 @@ class Backward:
 
     def gradient_arrived(self, gradients: Gradients, index: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of one parameter."""
+        gradient = parameter.grad
+        if type(gradient) is OwnedGradient:
+            # No hook has seen this backward before: it was to be hidden by now.
+            gradient = gradient.take_arrived()
         if _current_task() not in self._tasks:
             self.enter()
-        gradient = parameter.grad
         if gradient is None:
             return
         parameter.grad = None
