@@ -251,7 +251,13 @@ class Backward:
         self._tasks.remove(task)
         if not self._tasks:
             with torch.no_grad():
-                self._end()
+                try:
+                    self._end()
+                except BaseException:
+                    if self.stepper is not None:
+                        # An optimizer may raise: still open, so that `recover` cleans up.
+                        self._tasks.append(task)
+                    raise
 
     def _end(self) -> None:
         if self._engine.stage.releases or (self.sync and self._accumulates):
@@ -349,6 +355,8 @@ class Backward:
         for gradients in self._engine.gradients:
             if gradients.unit.number not in numbers:
                 continue
+            if self.stepper is not None:
+                self.stepper.refuse_taken((gradients.unit,))
             self._launch(gradients)
             if gradients not in self._order:
                 # Used from now on: part of the pattern, before the last, which carries the flag.
