@@ -173,11 +173,12 @@ class Backward:
             # The backward before this one ended by an exception: its tasks are not around us.
             self.abort()
         if not self._tasks:
+            if accumulates and self._engine.loss_scale is not None:
+                # Not in inner tasks: checkpointing starts them from inside the model.
+                refuse_bypass(roots, self._engine)
             self._frames = frames
             self._accumulates = accumulates
             self._begin()
-        if accumulates and self._engine.loss_scale is not None:
-            refuse_bypass(roots, self._engine)
         self._tasks.append(task)
         Variable._execution_engine.queue_callback(partial(self._leave, task))
 
