@@ -91,9 +91,10 @@ class Config:
     prefetch_bytes: how many bytes of units may be gathered ahead of their use; None means one
         unit ahead, whatever its size; 0 switches prefetch off.
     max_grad_norm: clip the global gradient norm to this value in each optimizer step.
-    whole_parameters: cut no trainable parameter of this call: each lies on one rank, in its own
-        shape, balanced over the ranks. For optimizers of your own that look at whole matrices;
-        those that are known to (Muon, Adafactor, Shampoo, ...) get it without being asked.
+    whole_parameters: cut no parameter: each has one rank as its owner, balanced over the ranks,
+        and the optimizer sees it in its own shape. For optimizers of your own that look at whole
+        matrices, and for optimizers attached later; those that are known to need it (Muon,
+        Adafactor, Shampoo, ...) get it for their parameters without being asked.
     step_in_backward: True updates each unit as soon as its gradients are reduced, within backward,
         so that no gradient is kept; optimizer.step() then only completes the step. max_grad_norm
         clips by the norm of the step before; with "two-pass" by the step's own: then

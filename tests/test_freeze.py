@@ -74,7 +74,7 @@ def an_optimizer_of_its_own(model: nn.Module) -> Iterator[torch.optim.Optimizer]
     yield _sgd(_trainable(model))
     model.norm.requires_grad_(False)
     model.blocks[0].requires_grad_(True)
-    yield torch.optim.Adam(_trainable(model), lr=1e-2)
+    yield torch.optim.SGD(_trainable(model), lr=0.05)
 
 
 SCRIPTS: dict[str, Script] = {

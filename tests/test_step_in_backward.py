@@ -616,6 +616,49 @@ def fail_half_way(stage: int, failing_rank: int) -> tuple[list[Tensor], list[boo
     return list(full_values(model).values()), changed
 
 
+class Fragile(torch.optim.SGD):
+    """Raises at one of the units that it is run on."""
+
+    fails_at = -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One step, or an error before it."""
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise ValueError("on purpose")
+        return super().step(closure)
+
+
+def fail_in_the_optimizer(stage: int, unit: int) -> tuple[list[Tensor], int]:
+    """Parameters after a step that raised and three more, and how many blocks it has updated."""
+    torch.manual_seed(0)
+    model = Failing()
+    optimizer = Fragile(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=stage, precision=LEAN, **IN_BACKWARD)
+    before = full_values(model)
+    optimizer.fails_at = unit
+    with pytest.raises(ValueError, match="on purpose"):
+        _backward(model)
+    after = full_values(model)
+    changed = sum(not torch.equal(before[name], after[name]) for name in before if "weight" in name)
+    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+    _step(model, optimizer)
+    assert all(piece.grad is None for piece in pieces)
+    _step(model, optimizer, 2)
+    return list(full_values(model).values()), changed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_raises(pool: Pool, stage: int) -> None:
+    """In the middle of a backward, and where the last unit is updated, at its end."""
+    for unit, updated in ((3, 2), (6, 5)):
+        runs = pool.run(2, fail_in_the_optimizer, stage, unit, record_warnings=True)
+        for values, changed in runs:
+            assert changed == updated
+            assert all(torch.equal(a, b) for a, b in zip(values, runs[0][0], strict=True))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_fails_half_way(pool: Pool, stage: int) -> None:
     """Units that were updated are so on all ranks, the rest is as before, training goes on."""

@@ -220,6 +220,30 @@ def test_what_loops_do(pool: Pool, stage: int) -> None:
             assert torch.equal(sharded[name], value), name
 
 
+def unfreeze(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Matrices frozen at shard, trained from the second step on, beside a plain model."""
+    plain, sharded = models.build("gpt"), models.build("gpt")
+    for model in (plain, sharded):
+        model.blocks[1].requires_grad_(False)
+        muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+        if model is sharded:
+            onecopy.shard(sharded, muon, stage=stage)
+        for step in range(3):
+            if step == 1:
+                model.blocks[1].requires_grad_(True)
+            models.loss(model, models.batch("gpt", step, 0)).backward()
+            muon.step()
+            muon.zero_grad()
+    return dict(plain.named_parameters()), full_values(sharded)
+
+
+def test_matrices_unfrozen_in_mid_run(pool: Pool) -> None:
+    """They too have been whole from the start."""
+    for plain, sharded in pool.run(2, unfreeze, 3, record_warnings=True):
+        for name, value in plain.items():
+            assert torch.equal(sharded[name], value), name
+
+
 def attach_late() -> list[str]:
     """Matrices that are cut already are found before anything is stepped."""
     messages = []

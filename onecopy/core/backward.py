@@ -28,6 +28,7 @@ from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import refuse_bypass
+from onecopy.core.owned import OwnedGradient
 from onecopy.core.step_in_backward import StepInBackward
 
 if TYPE_CHECKING:
@@ -140,9 +141,12 @@ class Backward:
 
     def gradient_arrived(self, gradients: Gradients, index: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of one parameter."""
+        gradient = parameter.grad
+        if type(gradient) is OwnedGradient:
+            # No hook has seen this backward before: it was to be hidden by now.
+            gradient = gradient.take_arrived()
         if _current_task() not in self._tasks:
             self.enter()
-        gradient = parameter.grad
         if gradient is None:
             return
         parameter.grad = None
@@ -171,11 +175,12 @@ class Backward:
             # The backward before this one ended by an exception: its tasks are not around us.
             self.abort()
         if not self._tasks:
+            if accumulates and self._engine.loss_scale is not None:
+                # Not in inner tasks: checkpointing starts them from inside the model.
+                refuse_bypass(roots, self._engine)
             self._frames = frames
             self._accumulates = accumulates
             self._begin()
-        if accumulates and self._engine.loss_scale is not None:
-            refuse_bypass(roots, self._engine)
         self._tasks.append(task)
         Variable._execution_engine.queue_callback(partial(self._leave, task))
 
@@ -256,7 +261,13 @@ class Backward:
         self._tasks.remove(task)
         if not self._tasks:
             with torch.no_grad():
-                self._end()
+                try:
+                    self._end()
+                except BaseException:
+                    if self.stepper is not None:
+                        # An optimizer may raise: still open, so that `recover` cleans up.
+                        self._tasks.append(task)
+                    raise
 
     def _end(self) -> None:
         if self._engine.stage.releases or (self.sync and self._accumulates):
@@ -354,6 +365,8 @@ class Backward:
         for gradients in self._engine.gradients:
             if gradients.unit.number not in numbers:
                 continue
+            if self.stepper is not None:
+                self.stepper.refuse_taken((gradients.unit,))
             self._launch(gradients)
             if gradients not in self._order:
                 # Used from now on: part of the pattern, before the last, which carries the flag.

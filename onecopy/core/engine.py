@@ -199,7 +199,8 @@ class Engine:
                 new.append(self._unfreeze_one(unit))
         if new:
             self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
-            self.owned = OwnedGradients(self.units, self.collectives)
+            before, self.owned = self.owned, OwnedGradients(self.units, self.collectives)
+            self.owned.follow(before)
             self.has_unfrozen = True
         return new
 

@@ -158,9 +158,9 @@ class Hooks(NotCopied):
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         key: Hashable = f"{kind} of {self._names[module] or type(module).__name__}"
         if torch.is_grad_enabled():
-            engine.owned.hide()
             engine.refuse_strangers()
             self._look_at_trainability()
+            engine.owned.suspend()
             engine.forwards.append(key)
         engine.events.phase = "forward"
         engine.begin_segment(key)
@@ -178,6 +178,7 @@ class Hooks(NotCopied):
         with suppress(OneCopyError) if failed else nullcontext():
             self._engine.rest()
         self._engine.schedule.end(failed=failed)
+        self._engine.owned.resume()
         self._engine.events.phase = "api"
         if failed and self._engine.forwards:
             self._engine.forwards.pop()

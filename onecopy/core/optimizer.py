@@ -142,13 +142,13 @@ class Binding:
                 self._refuse_cut(group["params"])
 
     def _refuse_cut(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse trainable parameters that slice borders may cut."""
+        """Refuse parameters that slice borders may cut, frozen ones too: they can be unfrozen."""
         for parameter in parameters:
             found = self._find(parameter)
             if found is None:
                 continue
             _, unit, number = found
-            if unit.gradients is not None and not unit.layout.is_whole:
+            if parameter.numel() and not unit.layout.is_whole:
                 raise ShardingError(
                     f"{type(self.optimizer).__name__} needs whole parameters, but the ranks own "
                     f"pieces of {unit.names[number]}, cut anywhere: pass the optimizer to the call "

@@ -54,6 +54,7 @@ class OwnedGradient(torch.Tensor):
 
     _reference: weakref.ref[OwnedGradients]
     _number: int
+    _arrived: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -73,6 +74,7 @@ class OwnedGradient(torch.Tensor):
         # Weak: Python's collector does not see what a parameter's .grad holds.
         self._reference = weakref.ref(gradients)
         self._number = number
+        self._arrived = None
         return self
 
     @property
@@ -81,6 +83,11 @@ class OwnedGradient(torch.Tensor):
         if found is None:
             raise ShardingError("the sharded model that this gradient belonged to is gone")
         return found
+
+    def take_arrived(self) -> torch.Tensor | None:
+        """The gradient that autograd has just added."""
+        arrived, self._arrived = self._arrived, None
+        return arrived
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype: the values are with their owners."""
@@ -119,7 +126,18 @@ class OwnedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Operations that come past __torch_function__, from within torch."""
+        """Operations that come past __torch_function__, from within torch.
+
+        One of them is autograd's, which adds a gradient to what it takes for the earlier ones: it
+        is kept for the hook that comes next.
+        """
+        first = args[0] if args else None
+        if isinstance(first, OwnedGradient) and torch._C._current_graph_task_id() != -1:
+            if func is torch.ops.aten.add_.Tensor:
+                first._arrived = args[1]
+                return first
+            if func is torch.ops.aten.add.Tensor:
+                return args[1].clone()
         found = [one for one in _flatten(args) if isinstance(one, OwnedGradient)]
         name = found[0]._gradients.names[found[0]._number] if found else "a parameter"
         raise ShardingError(
@@ -207,6 +225,7 @@ class OwnedGradients:
         # Which parameters' norms have been asked for since they were measured.
         self._asked: dict[float, set[int]] = {}
         self._shown: dict[int, None] = {}
+        self._suspended: list[int] = []
         # Which have had a gradient, on any rank, since the last zero_grad.
         self._present: set[int] = set()
         self._numbers: dict[Unit, list[int]] = {}
@@ -216,6 +235,21 @@ class OwnedGradients:
         # this rank's parts of the norms.
         self._are_applied = False
         self._squares: torch.Tensor | None = None
+
+    def follow(self, before: OwnedGradients) -> None:
+        """Take the place of others, now that more parameters have gradients."""
+        places = [
+            (unit.number, index) for unit, index in zip(self._units, self._indices, strict=True)
+        ]
+        before.settle()
+        shown, present = before._places(before._shown), before._places(before._present)
+        self._present = {number for number, place in enumerate(places) if place in present}
+        if shown:
+            before.hide()
+            self.show(set(places) - shown, are_applied=before._are_applied)
+
+    def _places(self, numbers: Collection[int]) -> set[tuple[int, int]]:
+        return {(self._units[number].number, self._indices[number]) for number in numbers}
 
     def show(self, absent: Container[tuple[int, int]] = (), *, are_applied: bool = False) -> None:
         """After a reduce: every parameter with a gradient has one to measure and to change.
@@ -228,6 +262,7 @@ class OwnedGradients:
         self._wholes.drop()
         self._are_applied = are_applied
         self._shown.clear()
+        self._suspended.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
                 place = (self._units[number].number, self._indices[number])
@@ -266,6 +301,28 @@ class OwnedGradients:
                     self._parameters[number].grad = None
         self._wholes.drop()
 
+    def suspend(self) -> None:
+        """A forward begins: compilers, for one, look at the gradients of what it uses."""
+        if not self._shown or self._suspended:
+            return
+        if self._wholes.are_kept:
+            self.hide()
+            return
+        self.settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self._shown:
+                if self._parameters[number].grad is self._stand_ins[number]:
+                    self._suspended.append(number)
+                    self._parameters[number].grad = None
+
+    def resume(self) -> None:
+        """Undo `suspend`: loops may clip after another forward."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self._suspended:
+                if self._parameters[number].grad is None:
+                    self._parameters[number].grad = self._stand_ins[number]
+        self._suspended.clear()
+
     def settle(self) -> None:
         """Take over what the user has done to `param.grad` since the last look.
 
@@ -273,6 +330,8 @@ class OwnedGradients:
         pieces; `p.grad = None` (or zero_grad() of a part, or of a module around this one) means
         here, too, that the gradient is gone; a tensor put there takes its place.
         """
+        if self._suspended:
+            self.resume()
         self._wholes.take_writes()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):

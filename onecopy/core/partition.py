@@ -79,7 +79,6 @@ def find_units(
         stays = any(id(one) in staying for chain in chains[id(parameter)] for one in chain)
         kind = (device, dtypes, parameter.requires_grad, optimizer, stays)
         groups.setdefault((id(module), kind), []).append((name, parameter))
-        # Frozen parameters are never stepped: they may be cut.
         kinds[(id(module), kind)] = UnitSpec(
             name="",
             module=module,
@@ -87,7 +86,7 @@ def find_units(
             device=device,
             dtypes=dtypes,
             trainable=parameter.requires_grad,
-            is_whole=is_whole and parameter.requires_grad,
+            is_whole=is_whole,
             stays=stays,
         )
     return list(_specs(root, groups, kinds))
@@ -116,11 +115,18 @@ def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
     Args:
         num_slices: number of ranks in the shard group.
     """
-    specs = list(specs)
-    whole = [spec for spec in specs if spec.is_whole]
-    numels = [[parameter.numel() for _, parameter in spec.parameters] for spec in whole]
-    owners = iter(balance(numels, num_slices))
-    return [replace(spec, owners=next(owners)) if spec.is_whole else spec for spec in specs]
+    assigned = list(specs)
+    # Apart: frozen parameters have no states that could make up for others' states.
+    for is_trainable in (True, False):
+        places = [
+            place
+            for place, spec in enumerate(assigned)
+            if spec.is_whole and spec.trainable is is_trainable
+        ]
+        numels = [[p.numel() for _, p in assigned[place].parameters] for place in places]
+        for place, owners in zip(places, balance(numels, num_slices), strict=True):
+            assigned[place] = replace(assigned[place], owners=owners)
+    return assigned
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
