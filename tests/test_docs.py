@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +36,37 @@ def test_paper_terms_point_at_names_that_exist() -> None:
         text = (ROOT / file).read_text()
         pattern = rf"^\s*(class|def) {name}\b|^{name}\b.*="
         assert re.search(pattern, text, re.MULTILINE), f"{name} is not defined in {file}"
+
+
+def _scripts() -> dict[str, str]:
+    """Every block of Python on the pages of docs/, by page and number."""
+    return {
+        f"{page.stem}-{number}": code
+        for page in sorted(ROOT.glob("docs/*.md"))
+        for number, code in enumerate(
+            re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        )
+    }
+
+
+def run_script(code: str) -> str:
+    """A whole script, as torchrun would run it, in the process group of the test."""
+    with (
+        mock.patch("torch.distributed.init_process_group"),
+        mock.patch("torch.distributed.destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+    ):
+        exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", _scripts())
+def test_scripts_of_the_docs_run(pool: Pool, name: str) -> None:
+    """On two ranks; the first one prints what it found."""
+    first, _ = pool.run(2, run_script, _scripts()[name])
+    assert first.strip()
 
 
 def test_links_point_at_files() -> None:

@@ -514,7 +514,7 @@ def _square_jacobian(p: Tensor) -> Any:
     return torch.func.jacrev(lambda q: (q**2).sum())(p)
 
 
-# Name: the call that the guard does not see, and its remedy. They are in docs/released.md too.
+# Name: the call that the guard does not see, and its remedy. They are in docs/parameters.md too.
 BYPASSES: dict[str, tuple[Call, Call]] = {
     "torch.tensor": (lambda s: torch.tensor(s.p), _inside(lambda p: p)),
     "as_subclass": (

@@ -5,7 +5,7 @@ it. So the parameter's `__class__` is a subclass of its own class whose `__torch
 through what needs no values (shape, dtype, hooks, `zeros_like`) and for everything else first has
 the unit gathered (see touch.py). Swapping `__class__` costs well under a microsecond.
 
-What bypasses `__torch_function__`, and therefore the guard, is listed in docs/released.md:
+What bypasses `__torch_function__`, and therefore the guard, is listed in docs/parameters.md:
 `torch.tensor(p)`, `as_subclass`, `DisableTorchFunctionSubclass`, the transforms of torch.func, and
 tensors that were taken from the parameter while it was gathered (`p.detach()`, a view).
 """
