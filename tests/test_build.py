@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -401,6 +403,25 @@ def test_what_others_hold_must_not_change() -> None:
         values_of(model)
 
 
+def test_looking_before_shard(tmp_path: Path) -> None:
+    """Values can be read and computed with, but not be saved or trained."""
+    with onecopy.init_sharded():
+        model = models.build("mlp")
+    plain, x = models.build("mlp"), torch.ones(2, 7)
+    assert model[0].bias.tolist() == plain[0].bias.tolist()
+    assert np.array_equal(
+        model[0].weight.detach()[1:].numpy(), plain[0].weight.detach()[1:].numpy()
+    )
+    assert model[0].weight.norm().item() == plain[0].weight.norm().item()
+    assert "device='meta'" in repr(model[0].weight)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    with pytest.raises(ShardingError, match=r"no values to save yet: call onecopy\.shard"):
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(RuntimeError):
+        model(x).sum().backward()
+
+
 def test_sizes_are_final() -> None:
     with onecopy.init_sharded():
         model = nn.Linear(3, 4)
@@ -431,7 +452,7 @@ def test_the_default_device_must_not_be_meta() -> None:
 BARE: dict[str, Make] = {
     **{
         name: partial(models.build, name)
-        for name in ("gpt", "tied", "convbn", "mlp", "nested", "frozen", "hf_llama", "hf_t5")
+        for name in ("gpt", "tied", "convbn", "nested", "frozen", "hf_llama", "hf_t5")
     },
     "lstm": lambda: nn.LSTM(4, 5),
     "attention": lambda: nn.MultiheadAttention(8, 2),
@@ -508,13 +529,19 @@ def test_meta_device_without_initialiser() -> None:
     assert type(model[0].weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("change", ["constructor", "user"])
-def test_meta_device_with_lost_initialisation(change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [("constructor", "blocks.0"), ("user", "table"), ("copied", "copy"), ("moved", "blocks.1")],
+)
+def test_meta_device_with_lost_initialisation(change: str, name: str) -> None:
     """Torch keeps no trace of it but a count."""
     with torch.device("meta"):
-        model = Scripted(scales=change == "constructor")
+        model: Any = Scripted(scales=change == "constructor")
+        if change == "copied":
+            model.copy = copy.deepcopy(model.blocks[0])
     if change == "user":
         nn.init.uniform_(model.table.weight)
-    name = "table" if change == "user" else r"blocks\.0"
-    with pytest.raises(ShardingError, match=rf"{name}\.weight was written .* would be lost"):
+    if change == "moved":
+        model.blocks[1] = nn.Linear(4, 4).to("meta")
+    with pytest.raises(ShardingError, match=rf"{re.escape(name)}\.weight was written .* no trace"):
         initialise.prepare(model)

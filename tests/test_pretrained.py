@@ -143,11 +143,13 @@ def test_peak(pool: Pool, tmp_path: Path) -> None:
         assert peak <= unit + (16 << 10), peak / unit
 
 
-def own_models(name: str, directory: Path, stage: int) -> dict[str, Tensor]:
+def own_models(
+    name: str, directory: Path, stage: int, settings: dict[str, Any]
+) -> dict[str, Tensor]:
     """Load after shard, into a model that has trained, and train on."""
     model = models.build(name)
     optimizer = torch.optim.AdamW(model.parameters())
-    onecopy.shard(model, optimizer, stage=stage)
+    onecopy.shard(model, optimizer, stage=stage, **settings)
     models.loss(model, models.batch(name, 0, 0)).backward()
     optimizer.step()
     onecopy.load_pretrained(model, directory)
@@ -168,7 +170,30 @@ def test_own_models_after_shard(
 ) -> None:
     """Tied parameters, buffers, scalars, transposed and frozen ones."""
     expected = save_plain(models.build(name, seed=5), tmp_path)
-    for values in pool.run(world, own_models, name, tmp_path, stage):
+    for values in pool.run(world, own_models, name, tmp_path, stage, {}):
+        for key, value in expected.items():
+            assert torch.equal(values[key], value), key
+
+
+@pytest.mark.sampled(
+    "stage, settings",
+    list(
+        itertools.product(
+            STAGES,
+            (
+                {"whole_parameters": True},
+                {"precision": onecopy.Precision(compute="bf16", master="bf16+16")},
+            ),
+        )
+    ),
+    3,
+)
+def test_other_slices_and_masters(
+    pool: Pool, tmp_path: Path, stage: int, settings: dict[str, Any]
+) -> None:
+    """Parameters that are not cut, and masters that are kept in two parts."""
+    expected = save_plain(models.build("tied", seed=5), tmp_path)
+    for values in pool.run(2, own_models, "tied", tmp_path, stage, settings):
         for key, value in expected.items():
             assert torch.equal(values[key], value), key
 

@@ -249,6 +249,17 @@ def scheduled(model: Model, optimizer: Optimizer) -> None:
     _step(model, optimizer, 2)
 
 
+def unfrozen_later(model: Model, optimizer: Optimizer) -> None:
+    """A block that was frozen at shard, see `run_script`, is trained in the end."""
+    _step(model, optimizer, 2)
+    model(X).pow(2).sum().backward()
+    model.blocks[2].requires_grad_(True)  # type: ignore[index, union-attr]
+    model(X)
+    optimizer.step()
+    optimizer.zero_grad()
+    _step(model, optimizer, 2)
+
+
 def read_and_written(model: Model, optimizer: Optimizer) -> None:
     """Evaluation anywhere, values read and written between steps, states loaded."""
     _step(model, optimizer)
@@ -309,6 +320,7 @@ SCRIPTS: dict[str, Script] = {
         shared_by_segments,
         shared_plainly,
         scheduled,
+        unfrozen_later,
         read_and_written,
         measured_between,
         all_of_a_step_under_no_sync,
@@ -321,6 +333,7 @@ def run_script(name: str, settings: dict[str, Any] | None) -> list[Tensor]:
     """Whole parameters, and momentum, after a script; plain PyTorch where settings are None."""
     torch.manual_seed(0)
     model = Wide()
+    model.blocks[2].requires_grad_(name != "unfrozen_later")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, weight_decay=0.1)
     if settings is not None:
         onecopy.shard(model, optimizer, **settings)
@@ -335,15 +348,16 @@ def run_script(name: str, settings: dict[str, Any] | None) -> list[Tensor]:
 
 
 @pytest.mark.sampled(
-    "name, stage",
-    list(itertools.product(SCRIPTS, STAGES)),
-    10,
-    always=[(name, 3) for name in SCRIPTS],
+    "name, stage, limit",
+    list(itertools.product(SCRIPTS, STAGES, (None, 1e6))),
+    12,
+    always=[(name, 3, None) for name in SCRIPTS] + [("unfrozen_later", 1, 1e6)],
 )
-def test_as_in_plain_pytorch(pool: Pool, name: str, stage: int) -> None:
-    """All ranks see the same data, so the mean is each one's gradient."""
+def test_as_in_plain_pytorch(pool: Pool, name: str, stage: int, limit: float | None) -> None:
+    """All ranks see the same data, so the mean is each one's gradient. No norm is that large."""
     expected = run_script(name, None)
-    for values in pool.run(2, run_script, name, {"stage": stage, **IN_BACKWARD}):
+    settings = {"stage": stage, "max_grad_norm": limit, **IN_BACKWARD}
+    for values in pool.run(2, run_script, name, settings):
         assert len(values) == len(expected)
         for one, other in zip(values, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

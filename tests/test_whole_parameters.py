@@ -116,6 +116,26 @@ def test_low_precision(pool: Pool, world: int, stage: int, precision: str | Prec
     check(pool, world, "muon", "gpt", options, precision="bf16", **rounded)
 
 
+@pytest.mark.sampled(
+    "settings, world",
+    list(
+        itertools.product(
+            (
+                {"step_in_backward": True, "stage": 3},
+                {"keep_gathered": ("blocks.1",), "stage": 3},
+                {"max_grad_norm": 1e9, "stage": 2},
+                {"units": ("blocks.0.up", "blocks.2"), "stage": 3},
+            ),
+            (2, 3),
+        )
+    ),
+    3,
+)
+def test_beside_other_settings(pool: Pool, settings: dict[str, Any], world: int) -> None:
+    """What other settings do, they do with whole matrices too."""
+    check(pool, world, "muon", "gpt", settings)
+
+
 # There and back -------------------------------------------------------------------------------
 
 # For each optimizer the states of its parameters, by name.

@@ -57,6 +57,8 @@ __all__ = [
 _GET_DEVICE = torch.Tensor.device.__get__
 _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# They read memory without an operation.
+_READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -145,6 +147,11 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Something is done to an unmade tensor: let it be recorded, and mark what it returns."""
     current = _current_recorder()
     is_building = current is not None and current.target is not None
+    if func is torch.Tensor.__reduce_ex__:
+        raise ShardingError(
+            f"a tensor of shape {tuple(args[0].shape)} of a model built inside init_sharded has no "
+            "values to save yet: call onecopy.shard(model) first"
+        )
     caller = sys._getframe(2)
     with torch._C.DisableTorchFunctionSubclass():
         if func == _GET_IS_META and (is_building or _is_torch_nn(caller)):
@@ -155,6 +162,10 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return cell.device
         if func == _SET_DATA and args[0].is_meta:
             args = (args[0], stand_in(args[1]))
+        if func in _READING and args[0].is_meta:
+            values = torch.empty(args[0].size(), dtype=args[0].dtype)
+            write_values(values, args[0])
+            args = (values, *args[1:])
         recording: AbstractContextManager[Any] = nullcontext()
         if current is None:
             recording = Recorder(None)

@@ -49,8 +49,9 @@ def agree_by_hand(
     Raises:
         ShardingError: they are scaled twice, or were unscaled before they were reduced.
     """
-    scale = getattr(optimizer, "grad_scale", None)
-    if any(engine.loss_scale is not None for engine, _ in parts):
+    # Taken away: the scaler leaves them behind where this raises.
+    scale, found = vars(optimizer).pop("grad_scale", None), vars(optimizer).pop("found_inf")
+    if any(engine.loss_scale and of_model for engine, of_model in parts):
         raise ShardingError(
             'a GradScaler, and precision="fp16", which scales by itself: leave the GradScaler '
             'away, or say precision=onecopy.Precision(compute="fp16", loss_scale=1.0)'
@@ -60,7 +61,7 @@ def agree_by_hand(
             "scaler.unscale_ was called while gradients of no_sync were still on their ranks: it "
             "has unscaled none of them. Let the last backward before it be outside of no_sync"
         )
-    flag = torch.zeros((), device=parts[0][0].units[0].flat.device) + optimizer.found_inf  # type: ignore[attr-defined]
+    flag = torch.zeros((), device=parts[0][0].units[0].flat.device) + found
     if scale is not None:
         inverse = scale.double().reciprocal().float().to(flag.device)
         for _, of_model in parts:
@@ -74,11 +75,11 @@ def agree_by_hand(
     record = _record(optimizer)
     record.clear()
     record[flag.device] = flag
-    # Done here: fused optimizers would do it again.
+    # Unscaled: fused optimizers would do it again.
     optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
     overflowed = bool(flag)
-    if overflowed:
-        for engine, _ in parts:
+    for engine, of_model in parts:
+        if overflowed and of_model:
             engine.events.emit("skip")
     return overflowed
 

@@ -7,8 +7,8 @@ GPT scripts, if its constructor has called it. They work on unmade parameters (s
 they do is recorded, and done unit by unit.
 
 How often constructors write a tensor is found by running the initialisers once on the meta device,
-where they compute nothing. A tensor that was written more often has been initialised by somebody
-else, which left no trace but this count: that is refused, rather than lost.
+where they compute nothing. A tensor with another count has been initialised, copied or moved to the
+meta device by somebody else, which left no trace but this count: that is refused, rather than lost.
 """
 
 from __future__ import annotations
@@ -151,17 +151,16 @@ def _apply_init_weights(model: nn.Module) -> None:
 
 def _check(one: _Bare, was_called: bool) -> None:
     """Refuse a tensor that nothing has initialised, or somebody besides its constructor."""
-    inits = one.inits if was_called else 0
-    # Copies of modules inherit what resets have written, but no count of it. Constructors of
-    # modules without a reset write as often as they like.
-    if one.has_reset and one.written not in (inits, inits + one.resets):
+    expected = one.resets + (one.inits if was_called else 0)
+    # Constructors of modules without a reset write as often as they like.
+    if one.has_reset and one.written != expected:
         raise ShardingError(
             f"{one.name} was written {one.written} times on the meta device, and the constructor "
-            f"of its model, as far as can be told, explains {inits + one.resets}: an "
-            "initialisation would be lost, because it leaves no trace on the meta device. Build "
-            'the model inside onecopy.init_sharded(), without torch.device("meta"): it records '
-            "what constructors and you do. Or initialise after shard, inside "
-            "onecopy.full_parameters(model)"
+            f"of its module, as far as can be told, explains {expected}: it has been initialised, "
+            "copied or moved there in a way that leaves no trace on the meta device, and would get "
+            "other values. Build the model inside onecopy.init_sharded(), without "
+            'torch.device("meta"): it records what constructors and you do. Or initialise after '
+            "shard, inside onecopy.full_parameters(model)"
         )
     if not one.cell.is_known and one.tensor.numel():
         raise ShardingError(

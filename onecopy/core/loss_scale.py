@@ -170,8 +170,8 @@ def agree_on_overflow(parts: Sequence[tuple[Engine, Sequence[Gradients]]]) -> bo
     Args:
         parts: models and those of their gradients that are about to be stepped.
     """
-    scaled = [(engine, gradients) for engine, gradients in parts if engine.loss_scale is not None]
-    found = [(engine, _any_rank_overflowed(engine, gradients)) for engine, gradients in scaled]
+    scaled = [(engine, of_model) for engine, of_model in parts if engine.loss_scale and of_model]
+    found = [(engine, _any_rank_overflowed(engine, of_model)) for engine, of_model in scaled]
     skips = any(overflowed for _, overflowed in found)
     for engine, overflowed in found:
         scale = engine.loss_scale
@@ -182,8 +182,8 @@ def agree_on_overflow(parts: Sequence[tuple[Engine, Sequence[Gradients]]]) -> bo
             _warn_of_lowest(engine, scale)
         if scale.note_step(overflowed=overflowed):
             engine.events.emit("scale", value=scale.value)
-    if skips:
-        for engine, _ in parts:
+    for engine, of_model in parts:
+        if skips and of_model:
             engine.events.emit("skip")
     return skips
 

@@ -244,6 +244,14 @@ class OwnedGradients:
         before.settle()
         shown, present = before._places(before._shown), before._places(before._present)
         self._present = {number for number, place in enumerate(places) if place in present}
+        if before._squares is not None:
+            # Measured in a backward whose step is still to come.
+            numbers = {place: number for number, place in enumerate(places)}
+            self._squares = self._zeros()
+            for unit, index, square in zip(
+                before._units, before._indices, before._squares, strict=True
+            ):
+                self._squares[numbers[unit.number, index]] = square
         if shown:
             before.hide()
             self.show(set(places) - shown, are_applied=before._are_applied)
