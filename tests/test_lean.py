@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from onecopy import Precision
 from onecopy.core.split import SplitMaster
 from onecopy.errors import ConfigError
 from onecopy.planner import estimate
+from onecopy.report.dtypes import describe
 from tests import models, reference
 from tests.live_tensors import LiveTensors
 from tests.pool import Pool
@@ -387,6 +389,27 @@ def test_hooks_and_counters_see_one_step(pool: Pool) -> None:
     for calls, count, rates in pool.run(2, one_step_for_hooks, LEAN):
         assert (calls, count) == (4, 2)
         assert rates == [pytest.approx(0.1 * 0.1**2)]
+
+
+def made_on_the_meta_device(stage: int, is_meta: bool) -> tuple[dict[str, Tensor], str]:
+    """Masters after a step of a model whose units are made one by one, and what is printed."""
+    torch.manual_seed(0)
+    with onecopy.init_sharded() if is_meta else nullcontext():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    onecopy.shard(model, optimizer, stage=stage, precision=SPLIT if is_meta else "bf16")
+    _step(model, optimizer)
+    return full_values(model), str(describe(onecopy.handle.of(model).engine))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_made_on_the_meta_device(pool: Pool, stage: int) -> None:
+    """The same bits again; at stage 3 the choice changes nothing, and is not said."""
+    ((expected, _),) = pool.run(1, made_on_the_meta_device, stage, False)
+    ((values, printed),) = pool.run(1, made_on_the_meta_device, stage, True)
+    for key, value in expected.items():
+        assert torch.equal(value, values[key]), key
+    assert ("16 more bits" in printed) == (stage == 2)
 
 
 def test_settings_that_fit_nothing() -> None:

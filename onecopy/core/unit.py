@@ -216,9 +216,14 @@ class Unit:
         return self.flat, self._master, *rest
 
     @property
+    def is_split(self) -> bool:
+        """The master is kept as the bf16 slice and a remainder."""
+        return self._split is not None
+
+    @property
     def steps_alone(self) -> bool:
         """What an optimizer needs of this unit is made for its step and given back after it."""
-        return self._split is not None or self.dtypes.gradient != self.dtypes.master
+        return self.is_split or self.dtypes.gradient != self.dtypes.master
 
     def join_master(self) -> None:
         """Before masters are looked at or changed."""

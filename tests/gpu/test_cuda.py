@@ -7,6 +7,7 @@ runs gather, release, reduce and step on the device.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,33 @@ def test_equals_one_device(stage: int, precision: str) -> None:
     for ours in results:
         for one, other in zip(ours, _expected(world), strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def train_lean(settings: dict[str, Any]) -> list[torch.Tensor]:
+    """Three steps at stage 2 with a split master and everything else that saves memory, or not."""
+    dist.init_process_group()
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    onecopy.shard(model, optimizer, stage=2, **settings)
+    x = torch.linspace(-1, 1, 512, device=device).view(8, 64)
+    for _ in range(3):
+        model(x).float().pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    onecopy.unshard(model)
+    values = [parameter.detach().cpu() for parameter in model.parameters()]
+    dist.destroy_process_group()
+    return values
+
+
+def test_what_is_kept_in_fewer_bytes() -> None:
+    """A split master, updated within backward, has the bits of an fp32 one."""
+    world = min(4, torch.cuda.device_count())
+    split = onecopy.Precision(compute="bf16", master="bf16+16")
+    plain = launch(train_lean, world, {"precision": "bf16"})
+    lean = launch(train_lean, world, {"precision": split, "step_in_backward": True})
+    for ours, theirs in zip(lean, plain, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
