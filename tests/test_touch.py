@@ -176,12 +176,10 @@ def _load_a_part(model: nn.Module) -> None:
 
 
 def _broadcast(model: nn.Module) -> None:
-    """As a trainer does that does not know of sharding; a reduce counts the ranks."""
+    """As a trainer does that does not know of sharding."""
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
-    weight = model.get_parameter("blocks.1.weight").data
-    dist.all_reduce(weight)
-    weight /= dist.get_world_size()
+    dist.all_reduce(model.get_parameter("blocks.1.weight").data, dist.ReduceOp.MAX)
 
 
 def _vector(model: nn.Module) -> None:
@@ -350,6 +348,46 @@ def test_borrowed_weights_are_foreseen(pool: Pool) -> None:
     assert first == second
     assert sorted(first[2]) == sorted(first[3])
     assert len(first[3]) < 26
+
+
+def most_held_while(what: str, precision: str) -> tuple[int, int]:
+    """The most units that were gathered at one time, and the number of units."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(6)))
+    onecopy.shard(model, sgd(model), stage=3, precision=precision)
+    state = model.state_dict()
+    held: set[str] = set()
+    most = 0
+
+    def count(event: Event) -> None:
+        nonlocal most
+        if event.kind == "gather":
+            held.add(event.unit)
+            most = max(most, len(held))
+        elif event.kind == "release":
+            held.discard(event.unit)
+
+    onecopy.events.add_sink(model, count)
+    if what == "save":
+        again = model.state_dict()
+        assert all(torch.equal(value, again[name]) for name, value in state.items())
+    elif what == "part":
+        part = model[2].state_dict()
+        assert all(torch.equal(value, state[f"2.{name}"]) for name, value in part.items())
+        assert all(value.dtype == torch.float32 for value in part.values())
+    else:
+        model.load_state_dict({name: value + 0.1 for name, value in state.items()})
+        after = model.state_dict()
+        assert all(torch.equal(value + 0.1, after[name]) for name, value in state.items())
+    return most, 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("what", ["save", "load", "part"])
+def test_state_dicts_go_unit_by_unit(pool: Pool, what: str, precision: str) -> None:
+    """No rank holds the whole model on its device, to save it or to load it."""
+    for most, _ in pool.run(2, most_held_while, what, precision):
+        assert most <= 2
 
 
 # A parameter outlives its model ---------------------------------------------------------------

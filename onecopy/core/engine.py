@@ -75,7 +75,6 @@ class Engine:
         self._patterns: dict[tuple[bool, ...], int] = {}
         self.forwards: list[Hashable] = []
         self._held = 0
-        self._hook_holds = 0
         # Gathered units that somebody has demanded, in order.
         self._live: dict[Unit, None] = {}
         self._wishes = [f"unit {unit.name} ({type(unit.module).__name__})" for unit in self.units]
@@ -352,21 +351,6 @@ class Engine:
                 unit.join_master()
             self.schedule.end()
         self._held += 1
-
-    def begin_hook_hold(self, *_: object) -> None:
-        """`hold` from a hook, whose counterpart may never run: torch skips it after an error."""
-        self.begin_hold()
-        self._hook_holds += 1
-
-    def end_hook_hold(self, *_: object) -> None:
-        """The counterpart of `begin_hook_hold`."""
-        self._hook_holds -= 1
-        self.end_hold()
-
-    def end_forgotten_hold(self) -> None:
-        """A forward or a step begins: no state_dict() can still be under way."""
-        while self._hook_holds:
-            self.end_hook_hold()
 
     def end_hold(self) -> None:
         """See `hold`."""

@@ -236,7 +236,6 @@ class Binding:
     def _make_ready(self) -> None:
         self._is_skipped = were_local = False
         for engine, backward in self.engines:
-            engine.end_forgotten_hold()
             if engine.is_held:
                 raise ShardingError(
                     "optimizer.step() inside full_parameters: the step would change masters whose "

@@ -1,89 +1,100 @@
 """What `state_dict()` and `load_state_dict()` mean on a sharded model.
 
-`state_dict()` gives whole tensors of their own: the values that the optimizer updates, so the
-masters where the model computes in a lower dtype. `load_state_dict()` writes to the masters what
-it is given, at full precision; the gathered values are only its rounding. All ranks must call
-either one together.
+`state_dict()` gives whole tensors of their own, in host memory: the values that the optimizer
+updates, so the masters where the model computes in a lower dtype. `load_state_dict()` writes to the
+masters what it is given, at full precision; the gathered values are only its rounding. All ranks
+must call either one together.
+
+Both go module by module, as torch does: at stage 3 reading or writing a parameter gathers its unit
+(see touch.py), and the next one's releases it, so that no rank ever holds the whole model on its
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from onecopy.core.views import view_of
 from onecopy.errors import ShardingError
+from onecopy.handle import NotCopied
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from onecopy.core.engine import Engine
-    from onecopy.core.unit import Unit
 
 __all__ = ["add_state_dict_hooks"]
 
 
 def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
     """Put the hooks on a sharded model; returns their handles."""
-    loaded: list[tuple[Mapping[str, Any], str]] = []
+    hooks = _StateDictHooks(engine)
+    # Partials, since torch marks a hook by an attribute, which a method cannot have.
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        if module._parameters:
+            handles += [
+                module.register_state_dict_post_hook(partial(hooks.after_saving)),
+                module.register_load_state_dict_pre_hook(hooks.before_loading),
+                module.register_load_state_dict_post_hook(hooks.after_loading),
+            ]
+    handles.append(model.register_state_dict_post_hook(partial(hooks.after_saving_all)))
+    return handles
 
-    def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        with torch.no_grad():
-            for unit in engine.units:
-                _replace_views(state, unit)
-        engine.end_hook_hold()
 
-    def before_loading(module: nn.Module, state: Any, prefix: str, info: Any, *_: Any) -> None:
+class _StateDictHooks(NotCopied):
+    """The hooks of one model, each called with one module."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # What each module is being given, and the prefix of its names there.
+        self._loaded: dict[nn.Module, tuple[Mapping[str, Any], str]] = {}
+
+    def after_saving(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, info: Any
+    ) -> None:
+        """Put copies in the place of one module's gathered parameters."""
+        for key, parameter in module._parameters.items():
+            value = state.get(prefix + key)
+            found = None if parameter is None else self._engine.find(parameter)
+            if found is None or not isinstance(value, torch.Tensor) or value is parameter:
+                continue
+            unit, index = found
+            # Code of the model's own may have put something else there.
+            if unit.is_value_of(index, value):
+                state[prefix + key] = unit.gather_value(index).to("cpu")
+
+    def after_saving_all(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, info: Any
+    ) -> None:
+        """Other views of flat buffers would be released, and saved with the whole buffer."""
+        storages = {unit.flat.untyped_storage()._cdata for unit in self._engine.units}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                if value.layout is torch.strided and value.untyped_storage()._cdata in storages:
+                    state[name] = value.clone()
+
+    def before_loading(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, info: Any, *_: Any
+    ) -> None:
+        """Remember what this module is given."""
         if info.get("assign_to_params_buffers"):
             raise ShardingError(
                 "load_state_dict(assign=True) would replace the parameters of a sharded model by "
                 "others that are neither trained nor saved: load with assign=False"
             )
-        engine.begin_hook_hold()
-        loaded[:] = [(state, prefix)]
+        self._loaded[module] = (state, prefix)
 
-    def after_loading(module: nn.Module, _: Any) -> None:
-        (state, prefix), loaded[:] = loaded[0], []
+    def after_loading(self, module: nn.Module, _: Any) -> None:
+        """Bring to the masters what the gathered parameters had to round."""
+        state, prefix = self._loaded.pop(module, ({}, ""))
         with torch.no_grad():
-            for unit in engine.units:
-                unit.take_values()
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                found, value = engine.find(parameter), state.get(prefix + name)
+            for key, parameter in module._parameters.items():
+                found = None if parameter is None else self._engine.find(parameter)
+                value = state.get(prefix + key)
                 if found is not None and isinstance(value, torch.Tensor):
                     found[0].load_master(found[1], value)
-        engine.end_hook_hold()
-
-    return [
-        model.register_state_dict_pre_hook(engine.begin_hook_hold),
-        model.register_state_dict_post_hook(after_saving),
-        model.register_load_state_dict_pre_hook(before_loading),
-        model.register_load_state_dict_post_hook(after_loading),
-    ]
-
-
-def _replace_views(state: dict[str, Any], unit: Unit) -> None:
-    """Views of the flat buffer would be released, and saved with the whole buffer: copies."""
-    storage = unit.flat.untyped_storage()._cdata
-    views = {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and not isinstance(value, nn.Parameter)
-        and value.layout is torch.strided
-        and value.untyped_storage()._cdata == storage
-    }
-    places = {
-        (start, parameter.size()): index
-        for index, (start, parameter) in enumerate(
-            zip(unit.layout.starts, unit.parameters, strict=True)
-        )
-    }
-    whole = unit.gather_master()
-    for name, view in views.items():
-        index = places.get((int(view.storage_offset()), view.size()))
-        if index is not None:
-            view = view_of(whole, unit.layout.starts[index], unit.parameters[index])
-        state[name] = view.clone()

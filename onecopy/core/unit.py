@@ -26,6 +26,8 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -230,6 +232,15 @@ class Unit:
         if self._split is not None:
             self._split.join()
 
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Inside, the master can be looked at and changed; afterwards it is as it was before."""
+        was_split = self._split is not None and not self._split.is_joined
+        self.join_master()
+        yield
+        if was_split:
+            self.split_master()
+
     def split_master(self) -> None:
         """After that: parameters get the rounded values where a remainder is kept beside them."""
         if self._split is not None:
@@ -401,22 +412,54 @@ class Unit:
     def load_master(self, index: int, value: torch.Tensor) -> None:
         """Give this rank's piece of parameter `index` values that were loaded into it, unrounded.
 
-        After `take_values`, and only where they agree with what the gathered parameter holds now:
-        code of the model's own may have loaded something else.
+        Only where they agree with what the parameter holds: code of the model's own may have
+        loaded something else.
         """
-        self._expect("load_master", UnitState.GATHERED)
-        if (
-            index not in self.pieces
-            or self.master is self.own
-            or value.size() != self.parameters[index].size()
-        ):
+        if self.state is UnitState.GATHERED:
+            self.take_values()
+        is_rounded = self.dtypes.master != self.dtypes.compute
+        if index not in self.pieces or not is_rounded:
             return
-        (place,) = [one for one in self.layout.pieces(self.shard_rank) if one.index == index]
-        end = place.offset + place.numel
-        own = slice(place.start, place.start + place.numel)
-        master, held = self.master[own], self.own[own]
-        loaded = self.in_memory_order(index, value)[place.offset : end].to(master)
-        master.copy_(torch.where(loaded.to(held.dtype) == held, loaded, master))
+        if value.size() != self.parameters[index].size():
+            return
+        place = self.place_of(index)
+        values = self.in_memory_order(index, value)[place.offset : place.offset + place.numel]
+        compute = self.dtypes.compute
+        with self._joined():
+            master = self.master[place.start : place.start + place.numel]
+            loaded = values.to(master)
+            master.copy_(torch.where(loaded.to(compute) == master.to(compute), loaded, master))
+
+    def is_value_of(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the gathered parameter `index`, or a view of all of it."""
+        return (
+            tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
+            and int(tensor.storage_offset()) == self.layout.starts[index]
+            and tensor.size() == self.parameters[index].size()
+        )
+
+    def gather_value(self, index: int) -> torch.Tensor:
+        """The whole value of one parameter of a gathered unit, a copy in master precision.
+
+        A collective where the gathered values are rounded.
+        """
+        self._expect("gather_value", UnitState.GATHERED)
+        parameter = self.parameters[index]
+        if self.dtypes.master == self.dtypes.compute:
+            return parameter.detach().clone()
+        self.take_values()
+        numels, start = [0] * self.layout.num_slices, 0
+        for rank in range(self.layout.num_slices):
+            for place in self.layout.pieces(rank):
+                if place.index == index:
+                    numels[rank] = place.numel
+                    start = place.start if rank == self.shard_rank else start
+        with self._joined():
+            own = self.master[start : start + numels[self.shard_rank]]
+            whole = own.new_empty(parameter.numel())
+            self._collectives.gather(whole, own, numels, self.number).finish()
+        return view_of(whole, 0, self._views[self.names[index]])
 
     # Moves ------------------------------------------------------------------------------------
 
