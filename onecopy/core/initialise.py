@@ -61,8 +61,9 @@ def prepare(model: nn.Module) -> None:
 
     Raises:
         ShardingError: names one whose module has no initialiser, or which was changed in ways
-            that cannot be told any more.
+            that cannot be told any more; or the model is still being built.
     """
+    build.refuse_while_building()
     bare: dict[int, _Bare] = {}
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -129,10 +129,10 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
 def _load_plain(sources: Iterable[tuple[Tensor, StoredTensor]]) -> None:
     with torch.no_grad():
         for tensor, source in sources:
-            if tensor.is_meta:
-                build.read_later(tensor, source)
-            else:
+            if build.has_values(tensor):
                 source.read(tensor)
+            else:
+                build.read_later(tensor, source)
 
 
 class _agreed:
