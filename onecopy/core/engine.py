@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onecopy.core.loss_scale import LossScale
+from onecopy.core.loss_scale import make_loss_scale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.precision import dtypes_of
 from onecopy.core.schedule import Schedule
@@ -66,7 +66,7 @@ class Engine:
             for number, spec in enumerate(specs)
         ]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
-        self.loss_scale = self._make_loss_scale()
+        self.loss_scale = make_loss_scale(self.gradients, config.precision_policy.loss_scale)
         self.owned = OwnedGradients(self.units, collectives)
         self.used: dict[Unit, None] = {}
         self.has_unfrozen = False
@@ -92,20 +92,6 @@ class Engine:
             if parameter is not None
         ]
         self._structure = _structure_of(model)
-
-    def _make_loss_scale(self) -> LossScale | None:
-        fixed = self.config.precision_policy.loss_scale
-        low = [
-            gradients
-            for gradients in self.gradients
-            if torch.float16 in (gradients.unit.dtypes.compute, gradients.unit.dtypes.reduce)
-        ]
-        if not low or fixed == 1.0:
-            return None
-        scale = LossScale(fixed)
-        for gradients in self.gradients:
-            gradients.scale_by(scale)
-        return scale
 
     def _stage_of(self, spec: UnitSpec) -> Stage:
         return self.stage.with_whole_parameters if spec.stays else self.stage
