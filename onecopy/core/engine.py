@@ -6,7 +6,7 @@ makes sure that all ranks do the same, the units change their own state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class Engine:
         owned: what parameters show as their gradients after a reduce.
         loss_scale: where gradients are fp16; see `core/loss_scale.py`.
         used: units in the order of their first use in forward.
+        finish_failed_step: set while an optimizer steps; still there if the step raised.
         trainability: a number for each choice of parameters in training that there has been.
         has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
             whether an optimizer has their parameters.
@@ -70,6 +71,7 @@ class Engine:
         self.owned = OwnedGradients(self.units, collectives)
         self.used: dict[Unit, None] = {}
         self.has_unfrozen = False
+        self.finish_failed_step: Callable[[], None] | None = None
         self.trainability = 0
         self._pattern: tuple[bool, ...] = ()
         self._patterns: dict[tuple[bool, ...], int] = {}
@@ -330,6 +332,8 @@ class Engine:
     def begin_hold(self) -> None:
         """See `hold`."""
         if not self._held:
+            if self.finish_failed_step is not None:
+                self.finish_failed_step()
             if self.stage.releases:
                 self.begin_segment(("full parameters",))
             for unit in self.units:
@@ -349,8 +353,10 @@ class Engine:
         self._hook_holds -= 1
         self.end_hold()
 
-    def end_forgotten_hold(self) -> None:
-        """A forward or a step begins: no state_dict() can still be under way."""
+    def recover(self) -> None:
+        """A forward or a step begins: no step and no state_dict() can still be under way."""
+        if self.finish_failed_step is not None:
+            self.finish_failed_step()
         while self._hook_holds:
             self.end_hook_hold()
 

@@ -75,7 +75,7 @@ def load_pretrained(
         _load_plain(sources)
         return keys
     engine: Engine = owner.engine
-    engine.end_forgotten_hold()
+    engine.recover()
     if engine.is_held:
         raise ShardingError(
             "load_pretrained inside full_parameters: the values of the parameters would be written "
