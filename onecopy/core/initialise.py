@@ -159,9 +159,9 @@ def _check(one: _Bare, was_called: bool) -> None:
             f"{one.name} was written {one.written} times on the meta device, and the constructor "
             f"of its module, as far as can be told, explains {expected}: it has been initialised, "
             "copied or moved there in a way that leaves no trace on the meta device, and would get "
-            "other values. Build the model inside onecopy.init_sharded(), without "
-            'torch.device("meta"): it records what constructors and you do. Or initialise after '
-            "shard, inside onecopy.full_parameters(model)"
+            "other values. Do all of that inside onecopy.init_sharded(), without "
+            'torch.device("meta"): there it is recorded. Or initialise after shard, inside '
+            "onecopy.full_parameters(model)"
         )
     if not one.cell.is_known and one.tensor.numel():
         raise ShardingError(
