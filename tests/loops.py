@@ -558,6 +558,64 @@ def checkpoints(side: Side) -> list[Tensor]:
     return found
 
 
+class Failing:
+    """Raises once where it is called, as a device that is full does."""
+
+    def __init__(self) -> None:
+        self.is_armed = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise torch.OutOfMemoryError("on purpose")
+
+
+@loop
+def out_of_memory(side: Side) -> list[Tensor]:
+    """In forward, in backward and in the step, after and before values have changed."""
+    model, boom = net(), Failing()
+    optimizer = sgd(model)
+    late = optimizer.register_step_post_hook(boom)
+    side.shard(model, optimizer)
+    model[1][1].register_forward_hook(boom)
+    model[1][0].register_full_backward_hook(boom)
+    train(model, optimizer, range(2))
+    for step in range(2, 4):
+        for attempt in (_forward, _backward):
+            with suppress(torch.OutOfMemoryError):
+                attempt(model, step, boom)
+        optimizer.zero_grad()
+        _failing_step(model, optimizer, step, boom)
+        train(model, optimizer, range(step, step + 1))
+    late.remove()
+    early = optimizer.register_step_pre_hook(boom)
+    for step in range(4, 6):
+        _failing_step(model, optimizer, step, boom)
+        optimizer.step()
+        optimizer.zero_grad()
+    early.remove()
+    train(model, optimizer, range(6, 8))
+    return side.values(model)
+
+
+def _forward(model: nn.Module, step: int, boom: Failing) -> None:
+    boom.is_armed = True
+    model(data(step))
+
+
+def _backward(model: nn.Module, step: int, boom: Failing) -> None:
+    loss = model(data(step)).square().mean()
+    boom.is_armed = True
+    loss.backward()
+
+
+def _failing_step(model: nn.Module, optimizer: Optimizer, step: int, boom: Failing) -> None:
+    model(data(step)).square().mean().backward()
+    boom.is_armed = True
+    with suppress(torch.OutOfMemoryError):
+        optimizer.step()
+
+
 @loop
 def evaluation_in_any_order(side: Side) -> list[Tensor]:
     """no_grad and inference_mode before, between and within steps; train() and eval()."""

@@ -258,7 +258,7 @@ EVERY = list(itertools.product(models.NAMES, (1, 2, 3, 4), (0, 1, 2, 3)))
 @pytest.mark.sampled(
     "name, world, stage",
     EVERY,
-    10,
+    7,
     always=[("tied", 2, 3), ("odd", 3, 3), ("frozen", 2, 1), ("hf_gpt2", 2, 3)],
 )
 def test_training_equals_one_process(pool: Pool, name: str, world: int, stage: int) -> None:
@@ -322,7 +322,7 @@ def peak_of_building(depth: int, width: int, how: str, precision: str) -> tuple[
 @pytest.mark.sampled(
     "world, depth, how, precision",
     list(itertools.product((2, 4), (6, 12), ("init_sharded", "torch.device"), ("fp32", "bf16"))),
-    4,
+    3,
     always=[(4, 12, "init_sharded", "fp32"), (2, 12, "torch.device", "bf16")],
 )
 def test_peak_is_the_slices_and_one_unit(
@@ -439,6 +439,25 @@ def test_nothing_stays_behind() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
     del model
     assert len(cells.all_cells()) == before
+
+
+def test_shard_comes_after_the_block() -> None:
+    with pytest.raises(ShardingError, match="Leave the block"), onecopy.init_sharded():
+        onecopy.shard(nn.Linear(3, 4))
+
+
+def without_elements() -> None:
+    """Parameters that no unit has."""
+    with onecopy.init_sharded():
+        model = nn.ModuleList([nn.Linear(3, 4), nn.ParameterList([empty(0, 3)])])
+        model[1].requires_grad_(False)
+    onecopy.shard(model, stage=3)
+    assert not model[1][0].is_meta
+    assert type(model[1][0]) is nn.Parameter
+
+
+def test_without_elements(pool: Pool) -> None:
+    pool.run(1, without_elements)
 
 
 def test_the_default_device_must_not_be_meta() -> None:

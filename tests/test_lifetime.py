@@ -21,10 +21,10 @@ from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
 
 
-def rebuild(stage: int, **settings: Any) -> list[tuple[bool, int, int]]:
+def rebuild(stage: int, times: int = 3, **settings: Any) -> list[tuple[bool, int, int]]:
     """Build, train and delete a model: is it gone, and how many threads and tensors are left?"""
     seen = []
-    for _ in range(3):
+    for _ in range(times):
         model = models.build("gpt")
         optimizer = OPTIMIZERS["adamw"](model)
         onecopy.shard(model, optimizer, stage=stage, **settings)
@@ -58,6 +58,14 @@ def test_deleting_the_model_frees_everything(
     for first, *later in pool.run(2, partial(rebuild, **settings), stage):
         assert first[0]
         assert later == [first] * len(later), "something grows with each rebuild"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_grows_over_many_rebuilds(pool: Pool, stage: int) -> None:
+    """As a notebook does it, whose cell is run again and again."""
+    for first, *later in pool.run(2, rebuild, stage, 20, timeout=200):
+        assert later == [first] * 19
 
 
 def on_a_mesh(stage: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -111,12 +113,12 @@ class Deep(nn.Module):
         return x
 
 
-def peak_of_a_step(depth: int, width: int) -> tuple[int, int, int]:
+def peak_of_a_step(depth: int, width: int, **settings: Any) -> tuple[int, int, int]:
     """Peak of live bytes in a stage-3 step, bytes at rest before the step's end, a unit's bytes."""
     with LiveTensors() as live:
         model = Deep(depth, width)
         optimizer = OPTIMIZERS["adamw"](model)
-        onecopy.shard(model, optimizer, stage=3)
+        onecopy.shard(model, optimizer, stage=3, **settings)
         x = torch.ones(1, width)
         for step in range(3):
             if step == 2:
@@ -137,3 +139,13 @@ def test_peak_of_a_stage_3_step(pool: Pool, world: int, depth: int) -> None:
     for peak, held, unit_bytes in pool.run(world, peak_of_a_step, depth, 256):
         activations = 4 * 4 * 256 * (depth + 1)
         assert peak <= held + 2 * unit_bytes + activations, (peak - held) / unit_bytes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_peak_where_one_rank_owns_a_whole_unit(pool: Pool, world: int) -> None:
+    """Little more: an owner takes in sums, not the gradients of all ranks at once."""
+    whole = partial(peak_of_a_step, whole_parameters=True)
+    for peak, held, unit_bytes in pool.run(world, whole, 8, 256):
+        activations = 4 * 4 * 256 * 9
+        # Half a unit more, for the sums; three units if owners took in everything at once.
+        assert peak <= held + 2.5 * unit_bytes + activations, (peak - held) / unit_bytes

@@ -183,7 +183,7 @@ def build_kept() -> nn.Module:
 @pytest.mark.sampled(
     "world, stage, precision",
     list(itertools.product((1, 2, 3), (1, 2, 3), ("bf16", "fp16"))),
-    4,
+    3,
     always=[(2, 3, "bf16"), (2, 3, "fp16")],
 )
 def test_kept_modules_train(pool: Pool, world: int, stage: int, precision: str) -> None:
@@ -375,7 +375,7 @@ def test_errors_about_dtypes_name_buffers(pool: Pool) -> None:
             (Precision(compute="bf16"), Precision(compute="fp16", loss_scale=64.0)),
         )
     ),
-    4,
+    3,
     always=[(4, 3, True, Precision(compute="bf16")), (3, 2, False, Precision(compute="bf16"))],
 )
 def test_sums_are_made_in_fp32(
@@ -468,7 +468,7 @@ def round_trip(stage: int, precision: str | Precision) -> None:
             (1, 2, 3), STAGES, ("bf16", "fp16", Precision(compute="bf16", master="bf16+16"))
         )
     ),
-    5,
+    3,
 )
 def test_state_dict_has_the_masters(
     pool: Pool, world: int, stage: int, precision: str | Precision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ EVERY = list(
 @pytest.mark.sampled(
     "name, world, stage, precision, built, late",
     EVERY,
-    12,
+    8,
     always=[
         ("hf_gpt2", 3, 3, "fp32", "init_sharded", False),
         ("hf_llama", 2, 3, "bf16", "meta", False),
@@ -162,7 +163,7 @@ def own_models(
 @pytest.mark.sampled(
     "name, world, stage",
     list(itertools.product(("tied", "convbn", "odd", "frozen", "unused"), WORLDS, STAGES)),
-    5,
+    4,
     always=[("tied", 2, 3), ("convbn", 3, 1)],
 )
 def test_own_models_after_shard(
@@ -206,8 +207,9 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("built", BUILT)
-def test_before_shard(tmp_path: Path, built: str) -> None:
+def test_before_shard(tmp_path: Path, built: str, inside: bool) -> None:
     """What is done to a loaded parameter afterwards counts; dtypes are converted."""
     save_plain(nn.Linear(3, 4).to(torch.float16), tmp_path)
     stored = open_directory(tmp_path / "model.safetensors")
@@ -215,7 +217,10 @@ def test_before_shard(tmp_path: Path, built: str) -> None:
     assert stored["weight"].read(weight) == 24
     with BUILT[built]():
         model = nn.Linear(3, 4)
-    onecopy.load_pretrained(model, tmp_path)
+        if inside:
+            onecopy.load_pretrained(model, tmp_path)
+    if not inside:
+        onecopy.load_pretrained(model, tmp_path)
     assert torch.equal(values_of(model)["weight"], weight)
     with torch.no_grad():
         model.bias.fill_(2)
@@ -278,6 +283,47 @@ def test_what_is_not_stored_is_initialised(pool: Pool, tmp_path: Path) -> None:
         assert torch.equal(values["0.weight"], expected["0.weight"])
         assert values["1.weight"].abs().max() <= 0.5
         assert values["1.weight"].any()
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="pip install 'onecopy[test]' brings peft")
+    with warnings.catch_warnings():
+        # peft asks transformers for something that transformers wants to rename.
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        wrapped: nn.Module = peft.get_peft_model(model, config)
+    return wrapped
+
+
+def lora(directory: Path) -> tuple[dict[str, Tensor], int]:
+    """Adapters on a base that is never whole; masters, and the bytes read."""
+    num_bytes: list[int] = []
+    with onecopy.init_sharded():
+        model = models.build("hf_llama")
+        onecopy.load_pretrained(model, directory)
+        model = adapted(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    onecopy.shard(
+        model,
+        torch.optim.AdamW(trained),
+        sinks=[lambda event: num_bytes.append(event.num_bytes * (event.kind == "read"))],
+    )
+    return full_values(model), sum(num_bytes)
+
+
+@pytest.mark.slow  # to import peft takes long
+def test_lora(pool: Pool, tmp_path: Path) -> None:
+    """Injected inside the block, where everything is recorded; the base is still read in parts."""
+    save("hf_llama", tmp_path)
+    model: Any = models.build("hf_llama", seed=5)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    expected = adapted(model)
+    runs = pool.run(2, lora, tmp_path)
+    assert sum(num_bytes for _, num_bytes in runs) == whole
+    for values, _ in runs:
+        for key, value in expected.named_parameters():
+            assert torch.equal(values[key], value), key
 
 
 # Errors ---------------------------------------------------------------------------------------

@@ -200,6 +200,8 @@ class Collectives:
             yield
             part = self._blocking(wait, shard)
             if summed is not numels:
+                # With what all ranks have sent: given back before the sums of others come.
+                del wait
                 wait = self._transport.deal(part, summed, owned)
                 yield
                 part = self._blocking(wait, shard)

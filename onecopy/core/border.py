@@ -17,7 +17,11 @@ __all__ = ["Border"]
 
 
 class Border:
-    """The border of one model. Where nothing is to be done it says so and is not crossed."""
+    """The border of one model.
+
+    Attributes:
+        changes_inputs, changes_outputs: whether there is anything to do for them.
+    """
 
     def __init__(self, engine: Engine, backward: Backward) -> None:
         self._backward = backward
@@ -55,7 +59,10 @@ class Border:
         buffers = [
             f"{name} ({str(buffer.dtype).removeprefix('torch.')})"
             for name, buffer in self._model.named_buffers()
-            if buffer.is_floating_point() and buffer.dtype is not DTYPES[self._compute]
+            if buffer.is_floating_point()
+            and buffer.dtype is not DTYPES[self._compute]
+            # Those of norms meet no activations.
+            and ".running_" not in f".{name}"
         ]
         found = f": here {', '.join(buffers[:3])}" if buffers else ""
         error.add_note(

@@ -44,9 +44,11 @@ __all__ = [
     "default_device",
     "device_of",
     "expose",
+    "has_values",
     "init_sharded",
     "make_buffers",
     "read_later",
+    "refuse_while_building",
     "source_of",
     "sources_of",
     "unmade",
@@ -60,6 +62,15 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # They read memory without an operation.
 _READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+def refuse_while_building() -> None:
+    """Raises ShardingError inside init_sharded, where everything is recorded."""
+    if _current_recorder() is not None:
+        raise ShardingError(
+            "shard inside init_sharded: only the construction belongs there. Leave the block, then "
+            "make the optimizer and call shard"
+        )
 
 
 @contextmanager
@@ -237,6 +248,12 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has memory, whatever it says inside init_sharded."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not tensor.is_meta
+
+
 def source_of(tensor: Tensor) -> StoredTensor | None:
     """The tensor in a file from which the values of an unmade one come, if they do."""
     cell = cell_of(tensor) if tensor.is_meta else None
@@ -311,7 +328,11 @@ def unmark(tensor: Tensor) -> None:
 
 
 def make_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give unmade buffers values, and let all lie on `device`."""
+    """Give unmade buffers values and let all lie on `device`, and parameters without elements."""
+    for parameter in model.parameters():
+        if not parameter.numel():
+            # No unit may have them.
+            adopt(parameter, torch.empty_like(parameter, device=device))
     for buffer in model.buffers():
         if buffer.is_meta:
             values = torch.zeros_like(buffer, device=device)

@@ -6,14 +6,14 @@ makes sure that all ranks do the same, the units change their own state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from onecopy.core.loss_scale import LossScale
+from onecopy.core.loss_scale import make_loss_scale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.precision import dtypes_of
 from onecopy.core.schedule import Schedule
@@ -41,6 +41,7 @@ class Engine:
         owned: what parameters show as their gradients after a reduce.
         loss_scale: where gradients are fp16; see `core/loss_scale.py`.
         used: units in the order of their first use in forward.
+        finish_failed_step: set while an optimizer steps; still there if the step raised.
         trainability: a number for each choice of parameters in training that there has been.
         has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
             whether an optimizer has their parameters.
@@ -66,10 +67,11 @@ class Engine:
             for number, spec in enumerate(specs)
         ]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
-        self.loss_scale = self._make_loss_scale()
+        self.loss_scale = make_loss_scale(self.gradients, config.precision_policy.loss_scale)
         self.owned = OwnedGradients(self.units, collectives)
         self.used: dict[Unit, None] = {}
         self.has_unfrozen = False
+        self.finish_failed_step: Callable[[], None] | None = None
         self.trainability = 0
         self._pattern: tuple[bool, ...] = ()
         self._patterns: dict[tuple[bool, ...], int] = {}
@@ -91,20 +93,6 @@ class Engine:
             if parameter is not None
         ]
         self._structure = _structure_of(model)
-
-    def _make_loss_scale(self) -> LossScale | None:
-        fixed = self.config.precision_policy.loss_scale
-        low = [
-            gradients
-            for gradients in self.gradients
-            if torch.float16 in (gradients.unit.dtypes.compute, gradients.unit.dtypes.reduce)
-        ]
-        if not low or fixed == 1.0:
-            return None
-        scale = LossScale(fixed)
-        for gradients in self.gradients:
-            gradients.scale_by(scale)
-        return scale
 
     def _stage_of(self, spec: UnitSpec) -> Stage:
         return self.stage.with_whole_parameters if spec.stays else self.stage
@@ -343,6 +331,8 @@ class Engine:
     def begin_hold(self) -> None:
         """See `hold`."""
         if not self._held:
+            if self.finish_failed_step is not None:
+                self.finish_failed_step()
             if self.stage.releases:
                 self.begin_segment(("full parameters",))
             for unit in self.units:
@@ -351,6 +341,11 @@ class Engine:
                 unit.join_master()
             self.schedule.end()
         self._held += 1
+
+    def recover(self) -> None:
+        """A forward or a step begins: no step can still be under way."""
+        if self.finish_failed_step is not None:
+            self.finish_failed_step()
 
     def end_hold(self) -> None:
         """See `hold`."""

@@ -154,6 +154,7 @@ class Hooks(NotCopied):
     def _begin(self, module: nn.Module) -> None:
         engine = self._engine
         self._backward.recover()
+        engine.recover()
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         key: Hashable = f"{kind} of {self._names[module] or type(module).__name__}"
         if torch.is_grad_enabled():

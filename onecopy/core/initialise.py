@@ -61,8 +61,9 @@ def prepare(model: nn.Module) -> None:
 
     Raises:
         ShardingError: names one whose module has no initialiser, or which was changed in ways
-            that cannot be told any more.
+            that cannot be told any more; or the model is still being built.
     """
+    build.refuse_while_building()
     bare: dict[int, _Bare] = {}
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -158,9 +159,9 @@ def _check(one: _Bare, was_called: bool) -> None:
             f"{one.name} was written {one.written} times on the meta device, and the constructor "
             f"of its module, as far as can be told, explains {expected}: it has been initialised, "
             "copied or moved there in a way that leaves no trace on the meta device, and would get "
-            "other values. Build the model inside onecopy.init_sharded(), without "
-            'torch.device("meta"): it records what constructors and you do. Or initialise after '
-            "shard, inside onecopy.full_parameters(model)"
+            "other values. Do all of that inside onecopy.init_sharded(), without "
+            'torch.device("meta"): there it is recorded. Or initialise after shard, inside '
+            "onecopy.full_parameters(model)"
         )
     if not one.cell.is_known and one.tensor.numel():
         raise ShardingError(

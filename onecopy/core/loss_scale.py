@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy import handle
-from onecopy.errors import ShardingError
+from onecopy.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.gradients import Gradients
 
-__all__ = ["LossScale", "agree_on_overflow", "loss_scale_of", "refuse_bypass", "scale_gradient"]
+__all__ = [
+    "LossScale",
+    "agree_on_overflow",
+    "loss_scale_of",
+    "make_loss_scale",
+    "refuse_bypass",
+    "scale_gradient",
+]
 
 INITIAL, MINIMUM, MAXIMUM = 2.0**16, 1.0, 2.0**24
 GOOD_STEPS_TO_GROW = 2000
@@ -93,6 +100,29 @@ class LossScale:
         """
         inverse = found.new_tensor(1.0 / self.value)
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse)
+
+
+def make_loss_scale(gradients: Sequence[Gradients], fixed: float | None) -> LossScale | None:
+    """The scale of the gradients of one model; None where none of them is fp16.
+
+    Args:
+        fixed: the user's; 1.0 scales nothing.
+
+    Raises:
+        ConfigError: there is nothing for the user's scale to scale.
+    """
+    dtypes = {dtype for one in gradients for dtype in (one.unit.dtypes.compute, one.buffer.dtype)}
+    if torch.float16 not in dtypes or fixed == 1.0:
+        if gradients and fixed not in (None, 1.0):
+            raise ConfigError(
+                f"precision.loss_scale={fixed} scales fp16 gradients, and nothing in this model "
+                'is fp16: leave it out, or say compute="fp16"'
+            )
+        return None
+    scale = LossScale(fixed)
+    for one in gradients:
+        one.scale_by(scale)
+    return scale
 
 
 def loss_scale_of(model: nn.Module) -> LossScale:

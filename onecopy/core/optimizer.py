@@ -236,6 +236,7 @@ class Binding:
     def _make_ready(self) -> None:
         self._is_skipped = were_local = False
         for engine, backward in self.engines:
+            engine.recover()
             if engine.is_held:
                 raise ShardingError(
                     "optimizer.step() inside full_parameters: the step would change masters whose "
@@ -261,6 +262,8 @@ class Binding:
             self._skip()
             return
         self._clip()
+        for engine in self._behind:
+            engine.finish_failed_step = self._make_visible
         if any(unit.steps_alone for unit in self.units):
             for unit in self.units:
                 self.unit_steps.run(unit)
@@ -319,12 +322,18 @@ class Binding:
             for engine, _backward in self.engines:
                 engine.events.phase = "api"
             return
+        self._make_visible()
+        for engine, _backward in self.engines:
+            engine.events.emit("step")
+            engine.events.phase = "api"
+
+    def _make_visible(self) -> None:
+        """Send new values around; also after a step that raised and may have changed some."""
+        self.unit_steps.show()
         with torch.no_grad():
-            for engine, _backward in self.engines:
-                if engine in self._behind:
-                    engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
-                engine.events.emit("step")
-                engine.events.phase = "api"
+            for engine in self._behind:
+                engine.finish_failed_step = None
+                engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
 
 
 @not_compiled

@@ -75,6 +75,7 @@ def load_pretrained(
         _load_plain(sources)
         return keys
     engine: Engine = owner.engine
+    engine.recover()
     if engine.is_held:
         raise ShardingError(
             "load_pretrained inside full_parameters: the values of the parameters would be written "
@@ -128,10 +129,10 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
 def _load_plain(sources: Iterable[tuple[Tensor, StoredTensor]]) -> None:
     with torch.no_grad():
         for tensor, source in sources:
-            if tensor.is_meta:
-                build.read_later(tensor, source)
-            else:
+            if build.has_values(tensor):
                 source.read(tensor)
+            else:
+                build.read_later(tensor, source)
 
 
 class _agreed:
