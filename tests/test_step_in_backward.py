@@ -537,7 +537,7 @@ def needed_again(stage: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_updated_values_are_not_read_in_the_same_backward(pool: Pool, stage: int) -> None:
     """Never silently wrong: autograd knows that they have changed."""
     for message in pool.run(2, needed_again, stage):
