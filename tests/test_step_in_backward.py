@@ -122,6 +122,29 @@ def test_clipping_by_the_norm_before(pool: Pool, world: int, stage: int) -> None
             torch.testing.assert_close(run.parameters[key], value, rtol=1e-5, atol=1e-6)
 
 
+def norms_with_two_optimizers(stage: int) -> list[float]:
+    """What clips each backward of a model with an optimizer for its head."""
+    torch.manual_seed(0)
+    model = Wide()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model.blocks, model.head)]
+    onecopy.shard(model, optimizers, stage=stage, max_grad_norm=0.01, **IN_BACKWARD)
+    norms = []
+    for _ in range(3):
+        _backward(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        norms.append(onecopy.handle.of(model).backward.stepper.norm.item())
+    return norms
+
+
+def test_the_norm_before_is_that_before_clipping(pool: Pool) -> None:
+    """Also where the first step, which keeps gradients, is made by two optimizers."""
+    for first, *later in pool.run(2, norms_with_two_optimizers, 2):
+        assert first > 0.01
+        assert later == [pytest.approx(first)] * 2
+
+
 class Noisy(nn.Module):
     """Dropout, and a batch norm whose running statistics each forward changes."""
 
@@ -537,7 +560,7 @@ def needed_again(stage: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_updated_values_are_not_read_in_the_same_backward(pool: Pool, stage: int) -> None:
     """Never silently wrong: autograd knows that they have changed."""
     for message in pool.run(2, needed_again, stage):

@@ -10,12 +10,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import onecopy
 import onecopy.events
 import onecopy.handle
 from onecopy import Config, Precision
+from onecopy.comm.transport import parts_to_sum, shares
 from onecopy.core.layout import Layout
 from onecopy.core.partition import assign_owners, find_units
 from onecopy.errors import ShardingError
@@ -364,6 +367,18 @@ def test_bytes(pool: Pool, name: str, stage: int) -> None:
         own = sum(layout.slice_numels[rank] for layout in layouts)
         assert sent["gather"] == 4 * gathers * (world - 1) * own
         assert sent["reduce"] == 4 * sum(_reduced(rank, layout) for layout in layouts)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any))
+def test_parts_to_sum(numels: list[int]) -> None:
+    """As owned, unless one rank owns far more; what ranks send each other fits together."""
+    parts, ranks = parts_to_sum(numels), range(len(numels))
+    assert sum(parts) == sum(numels)
+    assert max(parts) * len(parts) <= max(2 * sum(parts), sum(parts) + len(parts))
+    for rank in ranks:
+        sent = shares(rank, parts, numels)
+        assert sum(sent) == parts[rank]
+        assert sent == [shares(owner, numels, parts)[rank] for owner in ranks]
 
 
 def run_native(name: str, options: dict[str, Any]) -> Trained:

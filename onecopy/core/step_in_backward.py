@@ -116,6 +116,8 @@ class StepInBackward:
         # backward has made their step.
         self._unstepped: set[Binding] = set()
         self._are_applied = False
+        # The norm is that of the last backward.
+        self._is_noted = False
 
     # Moments of a backward --------------------------------------------------------------------
 
@@ -146,6 +148,7 @@ class StepInBackward:
                 "the norm of the step before"
             )
         self._forget()
+        self._is_noted = False
         self._engine.owned.begin_backward(measures=self._limit is not None)
 
     def arrived(self, gradients: Gradients, index: int, *, is_nested: bool) -> None:
@@ -235,8 +238,9 @@ class StepInBackward:
 
     def note_norm(self, norm: torch.Tensor) -> None:
         """The norm of the step that is made; clips the next backward."""
-        if not self.needs_passes:
-            self.norm = norm
+        if not self.needs_passes and not self._is_noted:
+            # A second optimizer would measure what the first has clipped.
+            self.norm, self._is_noted = norm, True
 
     def begin_pass(self, *, norm: torch.Tensor | None) -> None:
         """The first pass of two where there is no norm yet, which it measures; else the second."""
