@@ -125,16 +125,15 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def _scheduled(side: Side, name: str, before: bool) -> list[Tensor]:
-    model = nn.Linear(4, 2)
-    with torch.no_grad():
-        model.weight.copy_(data(0, 2)), model.bias.zero_()
-    optimizer = sgd(model)
+def _scheduled(side: Side, model: nn.Module, name: str, before: bool) -> list[Tensor]:
+    optimizer = sgd(model, 0.05)
     scheduler = SCHEDULERS[name](optimizer) if before else None
-    side.shard(model, optimizer)
+    side.attach(model, optimizer)
     scheduler = scheduler or SCHEDULERS[name](optimizer)
     for step in range(4):
-        train(model, optimizer, range(step, step + 1))
+        (model(data(step)) - data(step + 3, 3, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         metric = [1.0] if name == "ReduceLROnPlateau" else []
         scheduler.step(*metric)
     rates = [group[key] for group in optimizer.param_groups for key in ("lr", "momentum")]
@@ -143,15 +142,17 @@ def _scheduled(side: Side, name: str, before: bool) -> list[Tensor]:
 
 @loop
 def schedulers(side: Side) -> list[Tensor]:
-    """Every scheduler that torch has, made before and after shard."""
+    """Every scheduler that torch has, made before its optimizer is attached, and after."""
     missing = set(lr_scheduler.__all__) - SCHEDULERS.keys() - {"LRScheduler"}
     assert not missing, f"not tested: {missing}"
-    return [
-        value
-        for name in SCHEDULERS
-        for before in (True, False)
-        for value in _scheduled(side, name, before)
-    ]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    side.shard(model)
+    found = []
+    for name in SCHEDULERS:
+        for before in (True, False):
+            found += _scheduled(side, model, name, before)
+    return found
 
 
 @loop

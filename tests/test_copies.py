@@ -78,7 +78,7 @@ def copy_in_mid_run(name: str, settings: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.sampled("world, stage", WORLDS_AND_STAGES, 3, always=[(2, 3)])
+@pytest.mark.sampled("world, stage", WORLDS_AND_STAGES, 2, always=[(2, 3)])
 @pytest.mark.sampled("name", NAMES, 2)
 def test_a_copy_is_plain(pool: Pool, name: str, world: int, stage: int) -> None:
     """copy.deepcopy on all ranks gives a model that was never sharded."""
@@ -110,7 +110,7 @@ def average(stage: int | None) -> dict[str, Tensor]:
     return _clone(averaged.module.state_dict().items())
 
 
-@pytest.mark.sampled("world, stage", WORLDS_AND_STAGES, 3, always=[(2, 3)])
+@pytest.mark.sampled("world, stage", WORLDS_AND_STAGES, 2, always=[(2, 3)])
 def test_averaged_model(pool: Pool, world: int, stage: int) -> None:
     """torch.optim.swa_utils: the average of the whole values."""
     expected = average(None)

@@ -16,7 +16,7 @@ from tests import models
 from tests.loops import LOOPS, Failing, Side, data, net, sgd
 from tests.pool import Pool
 
-EVERY = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3)))
+EVERY = list(itertools.product(LOOPS, (1, 2, 3, 4), (0, 1, 2, 3)))
 
 
 def run_loop(name: str, stage: int | None) -> list[Tensor]:
@@ -29,8 +29,9 @@ def _expected(name: str) -> list[Tensor]:
     return run_loop(name, None)
 
 
-@pytest.mark.sampled("world, stage", EVERY, 2, always=[(2, 3)])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.sampled(
+    "name, world, stage", EVERY, len(LOOPS) + 5, always=[(name, 2, 3) for name in LOOPS]
+)
 def test_means_what_it_means_in_plain_pytorch(
     pool: Pool, name: str, world: int, stage: int
 ) -> None:

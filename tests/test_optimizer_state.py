@@ -87,7 +87,7 @@ def _plain(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 EVERY = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3), MAKERS))
 
 
-@pytest.mark.sampled("world, stage, kind", EVERY, 5, always=[(2, 3, "named groups")])
+@pytest.mark.sampled("world, stage, kind", EVERY, 3, always=[(2, 3, "named groups")])
 def test_round_trips(pool: Pool, world: int, stage: int, kind: str) -> None:
     """The same bits on every rank as without any saving."""
     expected = dict(_plain(kind, 6)[0].named_parameters())
@@ -107,7 +107,7 @@ def from_plain(stage: int, kind: str, state: dict[str, Any], values: dict[str, T
     return full_values(model)
 
 
-@pytest.mark.sampled("world, stage, kind", EVERY, 5, always=[(2, 3, "named groups")])
+@pytest.mark.sampled("world, stage, kind", EVERY, 3, always=[(2, 3, "named groups")])
 def test_a_plain_checkpoint_is_cut(pool: Pool, world: int, stage: int, kind: str) -> None:
     """Whole states go to the pieces: no need to load before shard."""
     model, optimizer = _plain(kind, 3)
