@@ -414,11 +414,10 @@ def _add_methods(model: nn.Module, owner: Handle) -> None:
     def zero_grad(set_to_none: bool = True) -> None:
         """See torch.nn.Module.zero_grad; clears the owned slices too."""
         one = _alive(reference)
+        handle.of(one).engine.owned.clear(set_to_none=set_to_none)
         type(one).zero_grad(one, set_to_none)
         for gradients in handle.of(one).engine.gradients:
             gradients.zero(set_to_none=set_to_none)
-        if set_to_none:
-            handle.of(one).engine.owned.forget()
 
     def apply(convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Called by to(), half(), cuda() and their like, of this module or of one around it."""

@@ -168,6 +168,86 @@ def evaluation_while_a_graph_lives(model: Model, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
+def gradients_kept_over_zero_grad(model: Model, optimizer: Optimizer) -> None:
+    """Tensors taken from `.grad` are the gradients of then, whichever way they were cleared."""
+    clear: list[Callable[[], Any]] = [
+        optimizer.zero_grad,
+        model.zero_grad,
+        lambda: [setattr(parameter, "grad", None) for parameter in model.parameters()],
+    ]
+    for clear_all in clear:
+        model(X).sum().backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        clear_all()
+        model(2 * X).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                gradient.mul_(0.5)
+                parameter.grad += gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        # Put back as they were, without another backward.
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_moved_about(model: Model, optimizer: Optimizer) -> None:
+    """A parameter is given the gradient of another one."""
+    for _ in range(2):
+        model(X).sum().backward()
+        first, second, third = (block.linear.weight for block in (*model[1], model[1][0]))
+        first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+        taken, third.grad = third.grad, None
+        assert taken is not None
+        second.grad = taken.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_written_past_torch(model: Model, optimizer: Optimizer) -> None:
+    """In ways that torch does not count, and with one factor for each."""
+    for _ in range(2):
+        model(X).sum().backward()
+        present = [one for one in model.parameters() if one.grad is not None]
+        for parameter in present:
+            parameter.grad.data = parameter.grad.data * 0.5  # type: ignore[union-attr]
+            parameter.grad.numpy()[...] += 0.25  # type: ignore[union-attr]
+            view = parameter.grad.view(-1)  # type: ignore[union-attr]
+            view.data[0] = 1.0
+        gradients = [parameter.grad for parameter in present]
+        torch._foreach_mul_(gradients, [0.5 + number for number in range(len(present))])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def forward_while_gradients_are_looked_at(model: Model, optimizer: Optimizer) -> None:
+    """They are still there after it."""
+    for _ in range(2):
+        model(X).sum().backward()
+        sharded = onecopy.handle.find(model) is not None
+        with onecopy.full_parameters(model, grads=True) if sharded else nullcontext():
+            model(X)
+            model[0].weight.grad.mul_(2)
+            model(X)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _mask(module: nn.Module, _: Any) -> None:
+    module.weight.data *= torch.tril(torch.ones(4, 4))
+
+
+def masked_before_forward(model: Model, optimizer: Optimizer) -> None:
+    """Values change in forward, in a way that torch does not count."""
+    for block in model[1]:
+        block.linear.register_forward_pre_hook(_mask)
+    _step(model, optimizer, 3)
+
+
 SCRIPTS: dict[str, Callable[[Model, Optimizer], None]] = {
     script.__name__: script
     for script in (
@@ -180,6 +260,11 @@ SCRIPTS: dict[str, Callable[[Model, Optimizer], None]] = {
         new_memory,
         measured_gradients,
         evaluation_while_a_graph_lives,
+        gradients_kept_over_zero_grad,
+        gradients_moved_about,
+        gradients_written_past_torch,
+        forward_while_gradients_are_looked_at,
+        masked_before_forward,
     )
 }
 
@@ -204,6 +289,63 @@ def test_as_in_plain_pytorch(pool: Pool, name: str, stage: int) -> None:
         for values in pool.run(2, run, name, stage, detached):
             for one, other in zip(values, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Clipped(nn.Linear):
+    """Clips its weight in forward, from some step on."""
+
+    limit: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.limit is not None:
+            self.weight.data.clamp_(-self.limit, self.limit)
+        return super().forward(x)
+
+
+def clipped(stage: int | None) -> list[Tensor]:
+    """What starts when forwards are foreseen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Clipped(4, 4), nn.Sequential(Clipped(4, 4), Clipped(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stage is not None:
+        onecopy.shard(model, optimizer, stage=stage)
+    _step(model, optimizer, 2)
+    for one in model.modules():
+        one.limit = 0.1
+    _step(model, optimizer, 2)
+    with _whole(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_clipping_of_weights_in_forward(pool: Pool, stage: int) -> None:
+    """Through `.data`, as in plain PyTorch."""
+    expected = clipped(None)
+    for values in pool.run(2, clipped, stage):
+        for one, other in zip(values, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def clipped_after_step(stage: int) -> list[float]:
+    """bf16: the loop of Wasserstein GANs."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    onecopy.shard(model, optimizer, stage=stage, precision="bf16")
+    for step in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step:
+            model.weight.data.fill_(5.0)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return [float(value) for value in model.state_dict()["weight"].flatten()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_data_written_after_bf16_steps(pool: Pool, stage: int) -> None:
+    """5 - lr * 1."""
+    assert pool.run(2, clipped_after_step, stage) == [[4.0, 4.0]] * 2
 
 
 def set_by_hand(stage: int) -> list[list[float]]:

@@ -412,3 +412,29 @@ def keep_parameter() -> str:
 def test_a_parameter_that_outlives_its_model(pool: Pool) -> None:
     for message in pool.run(2, keep_parameter):
         assert "has been deleted, and its values with it" in message
+
+
+def kept_on_one_rank(stage: int) -> list[float]:
+    """All ranks touch, and one keeps what it got."""
+    model = build()
+    optimizer = sgd(model)
+    onecopy.shard(model, optimizer, stage=stage, units=UNITS)
+    kept, norms = [], []
+    for step in batches(2, dist.get_world_size(), 1):
+        for parameter in model.parameters():
+            value = parameter.detach()
+            if dist.get_rank() == 0:
+                kept.append(value)
+            del value
+        norms += [float(parameter.detach().norm()) for parameter in model.parameters()]
+        plain(model, step[dist.get_rank()][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(bool(value.isfinite().all()) for value in kept)
+    return norms
+
+
+def test_tensors_kept_on_one_rank(pool: Pool) -> None:
+    """What a rank does with the values is its own affair."""
+    first, second = pool.run(2, kept_on_one_rank, 3, record_warnings=True)
+    assert first == second

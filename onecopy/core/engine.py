@@ -128,7 +128,7 @@ class Engine:
                     "onecopy.full_parameters(model), or replace it before shard"
                 )
 
-        self.owned.settle()
+        self.owned.settle(uncounted=True)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 if unit.state is UnitState.GATHERED:
@@ -284,9 +284,12 @@ class Engine:
         return passed
 
     def release_untouched(self, touched: Collection[Unit]) -> None:
-        """Others than these units are touched no longer, unless somebody holds tensors of them."""
+        """Others than these units are touched no longer; tensors of them keep their memory.
+
+        All ranks do the same, whoever holds tensors.
+        """
         for unit in list(self._live):
-            if unit not in touched and not unit.is_aliased:
+            if unit not in touched:
                 self.release(unit)
 
     def rest(self) -> None:

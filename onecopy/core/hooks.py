@@ -53,6 +53,8 @@ class Hooks(NotCopied):
         modules[id(engine.model)] = engine.model
         for module in modules.values():
             self._add_module(module)
+        for unit in engine.units:
+            unit.has_hidden_writes = _names_data(unit.module)
         self.handles += add_casts(engine.model, engine.config.precision_policy)
         for gradients in engine.gradients:
             self._add_gradients(gradients)
@@ -143,6 +145,7 @@ class Hooks(NotCopied):
         if with_graph and not failed and (engine.stage.releases or not self._stack):
             self._hook_outputs(units, (args, kwargs), output)
         for unit in units:
+            unit.look_for_hidden_writes(is_foreseen=not engine.schedule.is_recording)
             # A graph that lives holds views too.
             engine.release(unit, settled=not with_graph and not unit.open_calls)
         if not self._stack:
@@ -157,6 +160,9 @@ class Hooks(NotCopied):
         engine.recover()
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         key: Hashable = f"{kind} of {self._names[module] or type(module).__name__}"
+        if engine.is_held:
+            # It uses no unit, which says nothing of the others.
+            key = f"{key} inside full_parameters"
         if torch.is_grad_enabled():
             engine.refuse_strangers()
             self._look_at_trainability()
@@ -213,6 +219,12 @@ def _gradient_arrived(
     alive, of_unit = backward(), gradients()
     if alive is not None and of_unit is not None:
         alive.gradient_arrived(of_unit, index, parameter)
+
+
+def _names_data(module: nn.Module) -> bool:
+    """Whether the code of a forward inside says `.data`, through which writes are not counted."""
+    forwards = {type(one).forward for one in module.modules()}
+    return any("data" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:

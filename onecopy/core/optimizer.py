@@ -342,6 +342,8 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
     binding = reference()
     if binding is None:
         return
+    for engine, _ in binding.engines:
+        engine.owned.clear(binding.units, set_to_none=set_to_none)
     type(binding.optimizer).zero_grad(binding.optimizer, set_to_none)
     for unit in binding.units:
         if unit.gradients is None:
@@ -349,9 +351,6 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
         if unit.gradients.has_local:
             unit.gradients.clear(keep_means=True)
         unit.gradients.forget_overflow()
-    if set_to_none:
-        for engine, _ in binding.engines:
-            engine.owned.forget(binding.units)
 
 
 def clip_gradients(

@@ -11,6 +11,7 @@ again.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnedGradient", "OwnedGradients"]
 
+# The list of stand-ins, and the argument of sys.getrefcount.
+_NUM_OWN_REFERENCES = 2
 _NORMS = (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SAME = (
     torch.Tensor.detach,
     torch.Tensor.detach_,
@@ -55,6 +59,9 @@ class OwnedGradient(torch.Tensor):
     _reference: weakref.ref[OwnedGradients]
     _number: int
     _arrived: torch.Tensor | None
+    # The gradient is the parameter's no more, and whole here, or this rank's part of it.
+    _whole: torch.Tensor | None
+    _part: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -74,7 +81,7 @@ class OwnedGradient(torch.Tensor):
         # Weak: Python's collector does not see what a parameter's .grad holds.
         self._reference = weakref.ref(gradients)
         self._number = number
-        self._arrived = None
+        self._arrived = self._whole = self._part = None
         return self
 
     @property
@@ -107,16 +114,21 @@ class OwnedGradient(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
+        if func is _SET_DATA:
+            func = _replace_values
         if isinstance(first, OwnedGradient):
             if func in _SAME:
                 return first
+            if first._gradients.is_cleared(first):
+                return _on_whole_gradients(func, args, kwargs)
             order = _norm_order(func, args, kwargs)
             if order is not None:
                 return first._gradients.norm(first._number, order)
             if func in _IN_PLACE_FUNCTIONS and _are_numbers(args[1:], kwargs):
                 first._gradients.change(first._number, func, args[1:], kwargs)
                 return first
-        if func in _FOREACH and _are_numbers(args[1:], kwargs):
+        is_one_for_all = not any(isinstance(one, list | tuple) for one in args[1:])
+        if func in _FOREACH and is_one_for_all and _are_numbers(args[1:], kwargs):
             stand_ins = list(_flatten(first))
             if all(isinstance(one, OwnedGradient) for one in stand_ins):
                 return [_FOREACH[func](one, *args[1:], **kwargs) for one in stand_ins]
@@ -171,7 +183,7 @@ def _on_whole_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, A
     def whole(value: Any) -> Any:
         if isinstance(value, OwnedGradient):
             owners.setdefault(value._gradients)
-            return value._gradients.whole(value._number, getattr(func, "__name__", str(func)))
+            return value._gradients.whole(value, getattr(func, "__name__", str(func)))
         if isinstance(value, dict):
             return {key: whole(item) for key, item in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -183,6 +195,17 @@ def _on_whole_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, A
         # In-place functions return what they were given.
         result = owner.take_writes(result)
     return result
+
+
+def _replace_values(gradient: torch.Tensor, values: torch.Tensor) -> None:
+    """`gradient.data = values`."""
+    if values.size() != gradient.size():
+        raise ShardingError(
+            f"a gradient of shape {tuple(gradient.shape)} was given .data of shape "
+            f"{tuple(values.shape)}: give the parameter a gradient of its own shape"
+        )
+    with torch.no_grad():
+        gradient.copy_(values)
 
 
 def _norm_order(
@@ -225,7 +248,7 @@ class OwnedGradients:
         # Which parameters' norms have been asked for since they were measured.
         self._asked: dict[float, set[int]] = {}
         self._shown: dict[int, None] = {}
-        self._suspended: list[int] = []
+        self._suspended: dict[int, torch.Tensor] = {}
         # Which have had a gradient, on any rank, since the last zero_grad.
         self._present: set[int] = set()
         self._numbers: dict[Unit, list[int]] = {}
@@ -281,12 +304,47 @@ class OwnedGradients:
                     parameter.grad = self._stand_ins[number]
                     self._shown[number] = None
 
-    def forget(self, units: Collection[Unit] | None = None) -> None:
-        """`zero_grad`: these units' parameters, or all, have no gradient any more."""
-        self.hide(units)
-        self._present = {
-            one for one in self._present if units is not None and self._units[one] not in units
-        }
+    def clear(self, units: Collection[Unit] | None = None, *, set_to_none: bool = True) -> None:
+        """`zero_grad` of these units' parameters, or of all, is about to clear the pieces.
+
+        Whoever holds a gradient that is set to None keeps it, whole, as in plain PyTorch.
+        """
+        self.settle(uncounted=True)
+        if not set_to_none:
+            self._norms.clear()
+            self._wholes.drop()
+            return
+        for number in self._hide(units):
+            self._let_go(number)
+        if units is None:
+            self._present.clear()
+        else:
+            self._present = {one for one in self._present if self._units[one] not in units}
+
+    def _let_go(self, number: int) -> None:
+        """A gradient is no longer its parameter's. If somebody holds it, it keeps its values, as
+        in plain PyTorch, and the parameter gets another stand-in.
+        """
+        if self._are_applied or sys.getrefcount(self._stand_ins[number]) <= _NUM_OWN_REFERENCES:
+            return
+        stand_in = self._stand_ins[number]
+        unit, index, piece = self._units[number], self._indices[number], self._pieces[number]
+        if piece is None or piece.grad is None:
+            stand_in._part = unit.flat.new_zeros(0 if piece is None else piece.numel())
+        else:
+            part = unit.from_piece(index, piece.grad)
+            stand_in._part = part.to(unit.flat.dtype, copy=True)
+        self._stand_ins[number] = OwnedGradient(self, number, self._parameters[number])
+
+    def is_cleared(self, stand_in: OwnedGradient) -> bool:
+        """Whether this is not, or no more, the gradient of its parameter."""
+        number = stand_in._number
+        if stand_in is self._stand_ins[number] and number in self._shown and not self._suspended:
+            with torch._C.DisableTorchFunctionSubclass():
+                is_in_place = self._parameters[number].grad is stand_in
+            if not is_in_place:
+                self.settle()
+        return stand_in is not self._stand_ins[number]
 
     def hide(self, units: Collection[Unit] | None = None) -> None:
         """Before autograd accumulates again, which would fail on a stand-in.
@@ -294,74 +352,85 @@ class OwnedGradients:
         Args:
             units: only those of these units; None for all.
         """
-        if not self._shown:
-            return
-        self.settle()
+        if self._shown:
+            self.settle(uncounted=True)
+            self._hide(units)
+
+    def _hide(self, units: Collection[Unit] | None) -> list[int]:
         self._norms.clear()
         hidden = [one for one in self._shown if units is None or self._units[one] in units]
-        for number in hidden:
-            del self._shown[number]
         with torch._C.DisableTorchFunctionSubclass():
             # Before the whole ones are forgotten.
             for number in hidden:
+                del self._shown[number]
                 gradient = self._parameters[number].grad
-                if gradient is not None and self._is_own(gradient):
+                if gradient is not None and self._is_own(number, gradient):
                     self._parameters[number].grad = None
         self._wholes.drop()
+        return hidden
 
     def suspend(self) -> None:
         """A forward begins: compilers, for one, look at the gradients of what it uses."""
         if not self._shown or self._suspended:
             return
-        if self._wholes.are_kept:
-            self.hide()
-            return
         self.settle()
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._shown:
-                if self._parameters[number].grad is self._stand_ins[number]:
-                    self._suspended.append(number)
+                gradient = self._parameters[number].grad
+                if gradient is not None:
+                    self._suspended[number] = gradient
                     self._parameters[number].grad = None
 
     def resume(self) -> None:
         """Undo `suspend`: loops may clip after another forward."""
         with torch._C.DisableTorchFunctionSubclass():
-            for number in self._suspended:
+            for number, gradient in self._suspended.items():
                 if self._parameters[number].grad is None:
-                    self._parameters[number].grad = self._stand_ins[number]
+                    self._parameters[number].grad = gradient
         self._suspended.clear()
 
-    def settle(self) -> None:
+    def settle(self, *, uncounted: bool = False) -> None:
         """Take over what the user has done to `param.grad` since the last look.
 
         Before every use of the pieces' gradients: values written into whole gradients reach the
         pieces; `p.grad = None` (or zero_grad() of a part, or of a module around this one) means
         here, too, that the gradient is gone; a tensor put there takes its place.
+
+        Args:
+            uncounted: also values that were written in ways that torch does not count.
         """
         if self._suspended:
             self.resume()
-        self._wholes.take_writes()
+        self._wholes.take_writes(uncounted=uncounted)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
                 gradient = parameter.grad
                 if gradient is None:
                     if number in self._shown:
                         self._remove(number)
-                elif not self._is_own(gradient):
+                elif not self._is_own(number, gradient):
                     self._take(number, gradient)
 
     def _remove(self, number: int) -> None:
+        self._let_go(number)
+        del self._shown[number]
         self._present.discard(number)
         piece = self._pieces[number]
         if piece is not None:
             piece.grad = None
 
-    def _is_own(self, gradient: torch.Tensor) -> bool:
-        return type(gradient) is OwnedGradient or self._wholes.place_of(gradient) is not None
+    def _is_own(self, number: int, gradient: torch.Tensor) -> bool:
+        place = (self._units[number], self._indices[number])
+        return gradient is self._stand_ins[number] or self._wholes.place_of(gradient) == place
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         """A whole gradient of the user's takes the place of the reduced one."""
         self._refuse_applied()
+        if type(gradient) is OwnedGradient:
+            # Of another parameter, or of before.
+            gradient = gradient._gradients._value_of(gradient, "assigned to another one")
+        if number in self._shown:
+            self._let_go(number)
         unit, index = self._units[number], self._indices[number]
         piece = self._pieces[number]
         if piece is not None:
@@ -371,12 +440,23 @@ class OwnedGradients:
         self._present.add(number)
         self._norms.clear()
 
-    def whole(self, number: int, what: str) -> torch.Tensor:
+    def whole(self, stand_in: OwnedGradient, what: str) -> torch.Tensor:
         """The whole gradient of one parameter, in its dtype; a collective, so all ranks ask."""
         self._refuse_applied()
         self.settle()
+        return self._value_of(stand_in, what)
+
+    def _value_of(self, stand_in: OwnedGradient, what: str) -> torch.Tensor:
+        number = stand_in._number
+        unit, index = self._units[number], self._indices[number]
         what = f"the gradient of {self.names[number]} ({what})"
-        return self._wholes.get(self._units[number], self._indices[number], what)
+        if stand_in._part is not None:
+            self._collectives.agreement.agree(what)
+            stand_in._whole = unit.gather_pieces(index, stand_in._part)
+            stand_in._part = None
+        if stand_in._whole is not None:
+            return stand_in._whole
+        return self._wholes.get(unit, index, what)
 
     def take_writes(self, result: Any) -> Any:
         """After a function on whole gradients: `result`, a stand-in where it is one of them."""
@@ -401,11 +481,11 @@ class OwnedGradients:
         shown = list(self._shown)
         self._wholes.are_kept = True
         for number in shown:
-            self._parameters[number].grad = self.whole(number, "grads=True")
+            self._parameters[number].grad = self.whole(self._stand_ins[number], "grads=True")
         try:
             yield
         finally:
-            self.settle()
+            self.settle(uncounted=True)
             for number in shown:
                 if self._parameters[number].grad is not None:
                     self._parameters[number].grad = self._stand_ins[number]
@@ -434,11 +514,11 @@ class OwnedGradients:
         numbers = range(len(self._pieces)) if unit is None else self._numbers.get(unit, [])
         pieces = [self._pieces[number] for number in numbers]
         grads = [piece.grad for piece in pieces if piece is not None]
+        if unit is None:
+            self._wholes.change(lambda whole: whole.mul_(factor))
         present = [grad for grad in grads if grad is not None]
         if present:
             torch._foreach_mul_(present, factor)
-        if unit is None:
-            self._wholes.change(lambda whole: whole.mul_(factor))
 
     def change(
         self, number: int, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -449,14 +529,14 @@ class OwnedGradients:
         self._norms.clear()
         piece = self._pieces[number]
         with torch.no_grad():
-            if piece is not None and piece.grad is not None:
-                function(piece.grad, *args, **kwargs)
             place = (self._units[number], self._indices[number])
             self._wholes.change(lambda whole: function(whole, *args, **kwargs), place)
+            if piece is not None and piece.grad is not None:
+                function(piece.grad, *args, **kwargs)
 
     def norms(self, order: float) -> torch.Tensor:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""
-        self.settle()
+        self.settle(uncounted=True)
         infinite = order == float("inf")
         with torch.no_grad():
             if self._are_applied and order == 2.0 and self._squares is not None:

@@ -55,6 +55,7 @@ class Touch:
         for unit in [unit for unit in units if not unit.releases]:
             # Its new values are on their way; other ranks need not want it, too.
             engine.demand(unit)
+            unit.expect_writes()
             del units[unit]
         if not units:
             return

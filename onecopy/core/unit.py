@@ -122,6 +122,10 @@ class Unit:
         self._is_aliased = False
         # Values may be changed in ways that torch does not count (p.data, numpy).
         self._expects_writes = False
+        # They were, by the model's own code: look after each forward.
+        self.has_hidden_writes = False
+        # Released, while somebody who may write into it has a tensor of it.
+        self._is_lent = False
         self._num_owners = buffers.num_owners(self.flat)
         if stage.releases:
             # Before gradients take memory: no more than one unit's at a time.
@@ -271,6 +275,7 @@ class Unit:
     def start_gather(self) -> None:
         """Begin to collect all ranks' slices into the flat buffer."""
         self._expect("start_gather", UnitState.SHARDED)
+        self._take_late_writes()
         if buffers.is_freed(self.flat):
             buffers.grow(self.flat)
         self._send_own("gather")
@@ -296,9 +301,12 @@ class Unit:
                 of the storage is an alias of the user's, for whom the bytes are then kept.
         """
         self._expect("release", UnitState.GATHERED)
+        expects_writes = self._expects_writes
         self.keep_changes()
         self._events.emit("release", self.name)
-        self._drop_values(keep_bytes=self._has_aliases(settled=settled))
+        has_aliases = self._has_aliases(settled=settled)
+        self._is_lent = expects_writes and has_aliases
+        self._drop_values(keep_bytes=has_aliases)
 
     def keep_for_graph(self) -> None:
         """A graph that no hook watches may hold this unit's values: their bytes stay with it."""
@@ -323,6 +331,7 @@ class Unit:
 
     def tidy(self) -> None:
         """Free bytes that were kept for aliases, or for a graph, which are gone now."""
+        self._take_late_writes()
         if self._is_aliased and self.state is UnitState.SHARDED:
             if not self._has_aliases(settled=False):
                 self._drop_values()
@@ -348,6 +357,31 @@ class Unit:
         self._expects_writes = False
         self.take_values()
         self._versions = versions
+
+    def look_for_hidden_writes(self, *, is_foreseen: bool) -> None:
+        """A forward has run. Has it written in ways that torch does not count?
+
+        `self.weight.data *= mask` is one. Looked for where the forward is not foreseen; what does
+        so once is taken to do so in each forward.
+        """
+        if not is_foreseen and not self.has_hidden_writes and self._has_own_values:
+            versions = [parameter._version for parameter in self.parameters]
+            is_counted = versions != self._versions
+            rounded = self._master.to(self.own.dtype)
+            self.has_hidden_writes = not is_counted and not torch.equal(self.own, rounded)
+        self._expects_writes = self._expects_writes or self.has_hidden_writes
+
+    @property
+    def _has_own_values(self) -> bool:
+        """The owned values lie beside the master, not in it."""
+        is_split = self._split is not None and not self._split.is_joined
+        return self._master is not self.own and not is_split
+
+    def _take_late_writes(self) -> None:
+        """What was written into tensors of it since it was released."""
+        if self._is_lent and self.state is UnitState.SHARDED:
+            self._is_lent = False
+            self._take_own_values()
 
     def note_update(self) -> None:
         """The masters changed within a backward: autograd shall refuse what it saved before."""
@@ -381,9 +415,12 @@ class Unit:
         """Make the master hold the values of the gathered flat buffer."""
         if self._is_repointed():
             self._take_back()
-        master = self._master
-        if master is self.own or (self._split is not None and not self._split.is_joined):
+        self._take_own_values()
+
+    def _take_own_values(self) -> None:
+        if not self._has_own_values:
             return
+        master = self._master
         changed = self.own != master.to(self.own.dtype)
         values = self.own.to(master.dtype)
         master.copy_(torch.where(changed, values, master))
@@ -449,16 +486,25 @@ class Unit:
         if self.dtypes.master == self.dtypes.compute:
             return parameter.detach().clone()
         self.take_values()
-        numels, start = [0] * self.layout.num_slices, 0
-        for rank in range(self.layout.num_slices):
-            for place in self.layout.pieces(rank):
-                if place.index == index:
-                    numels[rank] = place.numel
-                    start = place.start if rank == self.shard_rank else start
+        start, stop = 0, 0
+        if index in self.pieces:
+            place = self.place_of(index)
+            start, stop = place.start, place.start + place.numel
         with self._joined():
-            own = self.master[start : start + numels[self.shard_rank]]
-            whole = own.new_empty(parameter.numel())
-            self._collectives.gather(whole, own, numels, self.number).finish()
+            return self.gather_pieces(index, self.master[start:stop])
+
+    def gather_pieces(self, index: int, own: torch.Tensor) -> torch.Tensor:
+        """What the owners of parameter `index` have for it, shaped like it; a collective.
+
+        Args:
+            own: 1-D, in memory order; empty where this rank owns nothing of the parameter.
+        """
+        numels = [
+            sum(piece.numel for piece in self.layout.pieces(rank) if piece.index == index)
+            for rank in range(self.layout.num_slices)
+        ]
+        whole = own.new_empty(self.parameters[index].numel())
+        self._collectives.gather(whole, own, numels, self.number).finish()
         return view_of(whole, 0, self._views[self.names[index]])
 
     # Moves ------------------------------------------------------------------------------------

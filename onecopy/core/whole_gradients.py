@@ -26,27 +26,69 @@ class _Whole:
     """The whole gradients of one unit.
 
     flat: (padded_numel,) in the dtype of the parameters, as a plain `param.grad` would have.
+    own: (s,) what this rank's slice of it was when it was last brought to the pieces.
     views: for each parameter of the unit its gradient.
     """
 
-    def __init__(self, unit: Unit, flat: torch.Tensor) -> None:
-        self.flat = flat
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.flat = torch.empty(
+            unit.layout.padded_numel, dtype=unit.flat.dtype, device=unit.flat.device
+        )
+        self.own = self.flat.new_zeros(unit.layout.slice_numels[unit.shard_rank])
         self.views = [
-            view_of(flat, start, parameter)
+            view_of(self.flat, start, parameter)
             for start, parameter in zip(unit.layout.starts, unit.parameters, strict=True)
         ]
-        self._version = flat._version
-        self._num_owners = buffers.num_owners(flat)
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._version = self.flat._version
+        self._num_owners = buffers.num_owners(self.flat)
 
     @property
     def is_held(self) -> bool:
         """Somebody has a tensor of it."""
         return buffers.num_owners(self.flat) > self._num_owners
 
-    def was_written(self) -> bool:
-        """Whether it has been changed since the last time this was asked."""
-        before, self._version = self._version, self.flat._version
-        return before != self._version
+    def gather(self, collectives: Collectives) -> None:
+        """Fill it with what the pieces are now; a collective."""
+        unit = self.unit
+        for place in unit.layout.pieces(unit.shard_rank):
+            gradient = unit.pieces[place.index].grad
+            part = self.own[place.start : place.start + place.numel]
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(unit.from_piece(place.index, gradient))
+        collectives.gather(self.flat, self.own, unit.layout.slice_numels, unit.number).finish()
+        self._version = self.flat._version
+
+    def note(self) -> None:
+        """Its values are those of the pieces: what has changed is not a write of the user's."""
+        self._version = self.flat._version
+        self.own.copy_(self._now())
+
+    def take_writes(self, *, uncounted: bool) -> None:
+        """Bring what was written into it to the owned pieces."""
+        if self._version == self.flat._version and not uncounted:
+            return
+        for view, address, start, parameter in zip(
+            self.views, self._addresses, self.unit.layout.starts, self.unit.parameters, strict=True
+        ):
+            if view.numel() and view.data_ptr() != address:
+                # `gradient.data = ...`
+                fresh = view_of(self.flat, start, parameter)
+                fresh.copy_(view)
+                view.data = fresh
+        now, unit = self._now(), self.unit
+        changed = now != self.own
+        for place in unit.layout.pieces(unit.shard_rank):
+            part = slice(place.start, place.start + place.numel)
+            _write(unit, place.index, now[part], changed[part])
+        self.note()
+
+    def _now(self) -> torch.Tensor:
+        low, high = self.unit.layout.borders[self.unit.shard_rank :][:2]
+        return self.flat[low:high]
 
 
 class WholeGradients:
@@ -69,14 +111,11 @@ class WholeGradients:
         """
         self._collectives.agreement.agree(what)
         if unit not in self._found:
-            flat = torch.empty(
-                unit.layout.padded_numel, dtype=unit.flat.dtype, device=unit.flat.device
-            )
-            self._found[unit] = _Whole(unit, flat)
-        whole = self._found[unit]
-        self._gather(unit, whole.flat)
-        whole.was_written()
-        return whole.views[index]
+            self._found[unit] = _Whole(unit)
+        else:
+            self._found[unit].take_writes(uncounted=True)
+        self._found[unit].gather(self._collectives)
+        return self._found[unit].views[index]
 
     def place_of(self, value: object) -> tuple[Unit, int] | None:
         """Whose gradient this very tensor is, or None."""
@@ -86,54 +125,49 @@ class WholeGradients:
                     return unit, index
         return None
 
-    def take_writes(self) -> None:
-        """Bring what was written to the owned pieces."""
-        for unit, whole in self._found.items():
-            if whole.was_written():
-                for index in unit.pieces:
-                    _write_back(unit, index, whole.views[index])
+    def take_writes(self, *, uncounted: bool = False) -> None:
+        """Bring what was written to the owned pieces.
+
+        Args:
+            uncounted: also what torch does not count (numpy, `.data`), which costs a comparison.
+        """
+        for whole in self._found.values():
+            whole.take_writes(uncounted=uncounted)
 
     def forget_unheld(self) -> None:
         """Give back the memory of those of which nobody holds a tensor."""
         if not self.are_kept:
-            self._found = {unit: whole for unit, whole in self._found.items() if whole.is_held}
+            for whole in [whole for whole in self._found.values() if not whole.is_held]:
+                whole.take_writes(uncounted=True)
+                del self._found[whole.unit]
 
     def change(
         self, function: Callable[[torch.Tensor], Any], place: tuple[Unit, int] | None = None
     ) -> None:
-        """What is here follows a change that was made to the pieces: one parameter's, or all."""
+        """What is here follows a change that is made to the pieces: one parameter's, or all.
+
+        Called before it is made, so that writes are taken over first.
+        """
         for unit, whole in self._found.items():
-            if place is None:
-                function(whole.flat)
-            elif unit is place[0]:
-                function(whole.views[place[1]])
-            # Not a write of the user's.
-            whole.was_written()
+            if place is not None and unit is not place[0]:
+                continue
+            whole.take_writes(uncounted=True)
+            function(whole.flat if place is None else whole.views[place[1]])
+            whole.note()
 
     def drop(self) -> None:
         """The gradients are gone, or about to change."""
         self._found.clear()
 
-    def _gather(self, unit: Unit, flat: torch.Tensor) -> None:
-        shard_rank, layout = unit.shard_rank, unit.layout
-        own = flat.new_zeros(layout.slice_numels[shard_rank])
-        for place in layout.pieces(shard_rank):
-            gradient = unit.pieces[place.index].grad
-            if gradient is not None:
-                values = unit.from_piece(place.index, gradient)
-                own[place.start : place.start + place.numel].copy_(values)
-        self._collectives.gather(flat, own, layout.slice_numels, unit.number).finish()
 
-
-def _write_back(unit: Unit, index: int, gradient: torch.Tensor) -> None:
-    """Give this rank's piece the elements of a whole gradient that differ from its own."""
+def _write(unit: Unit, index: int, values: torch.Tensor, changed: torch.Tensor) -> None:
+    """Give this rank's piece those of its values, in memory order, that were changed."""
     piece = unit.pieces[index]
-    values = own_part(unit, index, gradient)
     if piece.grad is None:
-        if values.any():
-            piece.grad = values.to(unit.dtypes.gradient)
+        if changed.any():
+            piece.grad = unit.as_piece(index, values.to(unit.dtypes.gradient, copy=True))
         return
-    changed = values != piece.grad.to(values.dtype)
+    values, changed = unit.as_piece(index, values), unit.as_piece(index, changed)
     piece.grad.copy_(torch.where(changed, values.to(piece.grad.dtype), piece.grad))
 
 
