@@ -28,7 +28,7 @@ from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import refuse_bypass
-from onecopy.core.owned import OwnedGradient
+from onecopy.core.owned_gradient import OwnedGradient
 from onecopy.core.step_in_backward import StepInBackward
 
 if TYPE_CHECKING:
