@@ -399,8 +399,9 @@ def test_what_others_hold_must_not_change() -> None:
         model.weight.data.copy_(values)
     assert torch.equal(values_of(model)["weight"], values)
     values.zero_()
-    with pytest.raises(ShardingError, match=r"shape \(300, 300\).*changed in place before shard"):
-        values_of(model)
+    for use in (values_of, initialise.prepare):
+        with pytest.raises(ShardingError, match=r"\(300, 300\).*changed in place before shard"):
+            use(model)
 
 
 def test_looking_before_shard(tmp_path: Path) -> None:
@@ -498,8 +499,10 @@ def test_meta_device(name: str) -> None:
 
 
 def meta_training(stage: int) -> dict[str, Tensor]:
+    seen = []
     with torch.device("meta"):
         model = models.build("tied")
+    model.norm.weight.register_hook(lambda grad: seen.append(grad.shape))
     optimizer = OPTIMIZERS["adamw"](model)
     torch.manual_seed(dist.get_rank())
     onecopy.shard(model, optimizer, stage=stage)
@@ -507,6 +510,7 @@ def meta_training(stage: int) -> dict[str, Tensor]:
         models.loss(model, models.batch("tied", step, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert len(seen) == 2
     return full_values(model)
 
 
