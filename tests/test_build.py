@@ -98,7 +98,14 @@ def many_writes(module: Any) -> None:
     module.table = nn.Embedding(600, 3)
     for row in range(600):
         module.table.weight.data[row] = row
-    module.linear = nn.Linear(3, 3)
+    module.copy = copy.deepcopy(module.table)
+    module.table.weight.data[5] = -1
+    rows = torch.zeros(300, 3)
+    for row in range(300):
+        rows[row] = row
+    module.twice = nn.Parameter(rows * 2)
+    rows.add_(1)
+    module.rows = nn.Parameter(rows)
 
 
 def copies(module: Any) -> None:
