@@ -206,9 +206,8 @@ class DeepSpeed(Ranked):
 
     def start(self, net: nn.Module, *makers: Maker, **hints: Any) -> tuple[Any, list[Any]]:
         made = [make(net) for make in makers]
-        if len(made) > 1:
-            raise TypeError("deepspeed.initialize takes one optimizer")
-        engine, optimizer = self._initialize(net, made[0] if made else None, **hints)
+        of_all = made if len(made) > 1 else made[0] if made else None
+        engine, optimizer = self._initialize(net, of_all, **hints)
         return engine, made if hints.get("first") else [optimizer][: len(made)]
 
     def start_pair(self, nets: Sequence[nn.Module], maker: Any) -> tuple[list[Any], Any]:
