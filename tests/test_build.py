@@ -98,7 +98,14 @@ def many_writes(module: Any) -> None:
     module.table = nn.Embedding(600, 3)
     for row in range(600):
         module.table.weight.data[row] = row
-    module.linear = nn.Linear(3, 3)
+    module.copy = copy.deepcopy(module.table)
+    module.table.weight.data[5] = -1
+    rows = torch.zeros(300, 3)
+    for row in range(300):
+        rows[row] = row
+    module.twice = nn.Parameter(rows * 2)
+    rows.add_(1)
+    module.rows = nn.Parameter(rows)
 
 
 def copies(module: Any) -> None:
@@ -399,8 +406,9 @@ def test_what_others_hold_must_not_change() -> None:
         model.weight.data.copy_(values)
     assert torch.equal(values_of(model)["weight"], values)
     values.zero_()
-    with pytest.raises(ShardingError, match=r"shape \(300, 300\).*changed in place before shard"):
-        values_of(model)
+    for use in (values_of, initialise.prepare):
+        with pytest.raises(ShardingError, match=r"\(300, 300\).*changed in place before shard"):
+            use(model)
 
 
 def test_looking_before_shard(tmp_path: Path) -> None:
@@ -498,8 +506,10 @@ def test_meta_device(name: str) -> None:
 
 
 def meta_training(stage: int) -> dict[str, Tensor]:
+    seen = []
     with torch.device("meta"):
         model = models.build("tied")
+    model.norm.weight.register_hook(lambda grad: seen.append(grad.shape))
     optimizer = OPTIMIZERS["adamw"](model)
     torch.manual_seed(dist.get_rank())
     onecopy.shard(model, optimizer, stage=stage)
@@ -507,6 +517,7 @@ def meta_training(stage: int) -> dict[str, Tensor]:
         models.loss(model, models.batch("tied", step, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert len(seen) == 2
     return full_values(model)
 
 

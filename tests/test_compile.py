@@ -155,6 +155,50 @@ def test_a_whole_step_compiled(pool: Pool, stage: int) -> None:
             torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-7)
 
 
+class Borrowing(nn.Module):
+    """Uses a weight of a block's outside of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.blocks[0][0].weight)
+
+
+def borrow(stage: int | None) -> tuple[list[float], list[int]]:
+    """Losses, and how much had been compiled after each step; plain and eager without a stage."""
+    torch._dynamo.reset()
+    counter = Counter()
+    compiled = model = Borrowing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stage is not None:
+        onecopy.shard(model, optimizer, stage=stage)
+        compiled = torch.compile(model, backend=counter)
+    losses, counts = [], []
+    for step in range(STEPS):
+        loss = compiled(torch.ones(2, 4) * (step + 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(counter.compiled)
+    torch._dynamo.reset()
+    return losses, counts
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_borrowed_weight(pool: Pool, stage: int) -> None:
+    """Gathering on touch happens between graphs, too."""
+    expected, _ = borrow(None)
+    for losses, counts in pool.run(2, borrow, stage):
+        assert losses == expected
+        assert 0 < counts[2] == counts[-1]
+
+
 def fullgraph() -> str:
     """A graph over several units cannot be one."""
     torch._dynamo.reset()

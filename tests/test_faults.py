@@ -37,12 +37,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 # Refused at shard -----------------------------------------------------------------------------
 
 
-def meta_device() -> None:
-    with torch.device("meta"):
-        model = _blocks()
-    onecopy.shard(model)
-
-
 def sharded_twice() -> None:
     model = onecopy.shard(_blocks())
     onecopy.shard(model)
@@ -169,7 +163,6 @@ def only_empty_parameters() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], None], type[OneCopyError], list[str]]] = {
-    "meta device": (meta_device, ShardingError, ["0.weight", "meta", "to_empty"]),
     "twice": (sharded_twice, ShardingError, ["sharded already", "unshard"]),
     "a part before": (part_is_sharded, ShardingError, ["module 1", "sharded already"]),
     "one of two before": (one_of_two_is_sharded, ShardingError, ["sharded already"]),

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onecopy
 import onecopy.handle
+from tests import models
 from tests.pool import Pool
 
 
@@ -495,3 +496,30 @@ def whole_model_checkpointed(reentrant: bool) -> bool:
 def test_bf16_inputs_are_cast_in_recomputation(pool: Pool, reentrant: bool) -> None:
     """Else the recomputed forward would mix dtypes."""
     assert pool.run(2, whole_model_checkpointed, reentrant) == [True, True]
+
+
+def backward_through_an_old_graph(stage: int) -> str:
+    """A graph from before the step, used after it: the values that it needs are gone."""
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=stage)
+    loss = models.loss(model, models.batch("mlp", 0, dist.get_rank()))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        said = str(error)
+    else:
+        said = "no error"
+    optimizer.zero_grad()
+    models.loss(model, models.batch("mlp", 1, dist.get_rank())).backward()
+    optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_graph_from_before_the_step_is_refused(pool: Pool, stage: int) -> None:
+    """By autograd, as in plain PyTorch, and not run with the new values."""
+    for said in pool.run(2, backward_through_an_old_graph, stage):
+        assert "modified by an inplace operation" in said

@@ -1,15 +1,9 @@
 """One backward: gradients in, reduces out, in the same order on every rank.
 
-The way from `loss.backward()` to the wire is three own frames:
+The way from `loss.backward()` to the wire:
 
-    Backward.gradient_arrived  ->  Gradients.start_reduce  ->  Collectives.reduce
-
-Reduces are launched in one order that all ranks have agreed on, the reverse of the order in which
-the units were first used in forward; each unit of it is reduced in every backward, with zeros
-where this rank has no gradient. So parameters that are unused on some ranks cannot hang the job.
-A gradient outside that pattern (a unit used for the first time, a second reentrant checkpoint over
-the same weights) sets a flag that rides along with the last reduce: all ranks see it, exchange
-what is left, and reduce it too.
+    Backward.gradient_arrived -> Reduces.launch_complete -> Gradients.start_reduce
+                              -> Collectives.reduce
 
 No reduce outlives the backward: when `backward()` returns, the owned slices are complete.
 """
@@ -17,7 +11,6 @@ No reduce outlives the backward: when `backward()` returns, the owned slices are
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +21,8 @@ from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
 from onecopy.core.loss_scale import refuse_bypass
-from onecopy.core.owned import OwnedGradient
+from onecopy.core.owned_gradient import OwnedGradient
+from onecopy.core.reduces import Reduces
 from onecopy.core.step_in_backward import StepInBackward
 
 if TYPE_CHECKING:
@@ -58,30 +52,21 @@ class Backward:
 
     Attributes:
         sync: False under no_sync: gradients stay on this rank.
+        reduces: what has been launched, and what is yet to be.
         stepper: updates units within backward; None where the step does that.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.sync = True
         self.stepper = StepInBackward(engine) if engine.config.step_in_backward else None
+        self.reduces = Reduces(engine, self.stepper)
         self._engine = engine
         self._tasks: list[int] = []
         self._frames = 0
         # False within torch.autograd.grad, which leaves gradients to the caller.
         self._accumulates = True
-        self._order: list[Gradients] = []
         # How many ranks have data, 0 where this one has none; None where nobody has said so.
         self.num_active: int | None = None
-        self._next = 0
-        # So many of the order may be launched before the end; the last one never is.
-        self._num_early = 0
-        # Parameters without a gradient: of this rank's, as last told to the others; of any rank's.
-        self._told: frozenset[tuple[int, int]] = frozenset()
-        self._absent_everywhere: set[tuple[int, int]] = set()
-        self._in_flight: deque[Gradients] = deque()
-        # Units that need no more of this backward: complete, or left behind for good.
-        self._done: set[Unit] = set()
-        self._passed: set[Unit] = set()
 
     # Moments ----------------------------------------------------------------------------------
 
@@ -101,7 +86,7 @@ class Backward:
         if not engine.stage.releases:
             return
         for unit in units:
-            if unit in self._done:
+            if unit in self.reduces.done:
                 continue
             if unit.releases:
                 for passed in engine.release_passed(unit):
@@ -118,7 +103,7 @@ class Backward:
             return
         for unit in units:
             # Needed again, also where an earlier segment over the same weights is complete.
-            self._done.discard(unit)
+            self.reduces.done.discard(unit)
             if unit.releases:
                 engine.release_passed(unit)
             engine.demand(unit)
@@ -134,10 +119,10 @@ class Backward:
         schedule = self._engine.schedule
         is_foreseen = not schedule.is_recording and unit not in schedule.upcoming()
         if unit.gradients is not None and (is_foreseen or not unit.open_calls):
-            self._passed.add(unit)
+            self.reduces.passed.add(unit)
             if self.sync:
                 with torch.no_grad():
-                    self._launch_complete()
+                    self.reduces.launch_complete()
 
     def gradient_arrived(self, gradients: Gradients, index: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of one parameter."""
@@ -153,17 +138,17 @@ class Backward:
         if self.stepper is not None:
             self.stepper.arrived(gradients, index, is_nested=len(self._tasks) > 1)
         if gradients.needs_buffer:
-            self._make_room()
+            self.reduces.make_room()
         if _is_grad_enabled():
             # Under create_graph the graph of the gradient will need the values again: no release.
             with torch.no_grad():
                 gradients.add(index, gradient)
         elif gradients.add(index, gradient):
             if gradients.has_all:
-                self._done.add(gradients.unit)
+                self.reduces.done.add(gradients.unit)
                 self._engine.release(gradients.unit)
             if self.sync:
-                self._launch_complete()
+                self.reduces.launch_complete()
 
     def enter(self) -> None:
         """Called first by every hook in backward: knows a new graph task, and its end."""
@@ -207,17 +192,13 @@ class Backward:
         engine.events.phase = "backward"
         engine.begin_segment(self.segment_key())
         engine.forwards.clear()
-        self._next = 0
-        self._done.clear()
-        self._passed.clear()
+        self.reduces.begin()
         if self._accumulates:
             engine.owned.hide()
             if engine.loss_scale is not None:
                 engine.loss_scale.begin_backward()
-            for gradients in engine.gradients:
-                gradients.begin_backward()
             if self.sync:
-                self._agree_on_order()
+                self.reduces.agree_on_order()
 
     def weigh(self, num_active: int | None) -> None:
         """Let gradients be the mean over that many ranks; 0 lets this rank's count as nothing."""
@@ -225,33 +206,6 @@ class Backward:
         num_ranks = self._engine.collectives.groups.world.size
         for gradients in self._engine.gradients:
             gradients.weight = num_ranks / num_active if num_active else float(num_active is None)
-
-    def forget_order(self) -> None:
-        """There are other units than before: the next backward agrees anew."""
-        self._order = []
-
-    def _agree_on_order(self) -> None:
-        """The units to reduce, in order: as they were used, if that was so on all ranks."""
-        engine = self._engine
-        if self._order:
-            return
-        # Where some units are released, ranks may differ in the use of those that stay. These are
-        # reduced when a backward ends, when no rank waits for another one's slices any more.
-        staying = [one for one in engine.gradients[::-1] if self._waits_for_end(one.unit)]
-        used = [
-            unit.gradients
-            for unit in reversed(engine.used)
-            if unit.gradients is not None and not self._waits_for_end(unit)
-        ]
-        proposal = " ".join(str(gradients.unit.number) for gradients in used)
-        proposals = engine.collectives.agreement.exchange("the order of reduces", proposal)
-        if not used or any(other != proposal for other in proposals):
-            used = [one for one in engine.gradients[::-1] if one not in staying]
-        self._order = used + staying
-        self._num_early = len(self._order) - max(1, len(staying))
-
-    def _waits_for_end(self, unit: Unit) -> bool:
-        return self._engine.stage.releases and not unit.releases
 
     @not_compiled
     def _leave(self, task: int) -> None:
@@ -276,103 +230,16 @@ class Backward:
         if not self._accumulates:
             pass
         elif self.sync:
-            self._reduce_rest()
-            self._done.clear()
+            self.reduces.complete()
         else:
             for gradients in self._engine.gradients:
                 gradients.keep_local()
         self._engine.rest()
         if self.sync and self._accumulates:
             are_applied = self.stepper is not None and self.stepper.end()
-            self._engine.owned.show(self._absent_everywhere, are_applied=are_applied)
+            self._engine.owned.show(self.reduces.absent_everywhere, are_applied=are_applied)
         self._engine.schedule.end()
         self._engine.events.phase = "api"
-
-    # Reduces ----------------------------------------------------------------------------------
-
-    def _launch_complete(self) -> None:
-        """Launch what is complete and next in the order, but not what waits for the end."""
-        while self._next < self._num_early:
-            gradients = self._order[self._next]
-            if not gradients.is_complete and gradients.unit not in self._passed:
-                return
-            self._launch(gradients)
-            self._next += 1
-
-    def _launch(self, gradients: Gradients, *, unit_flag: bool | None = None) -> None:
-        gradients.start_reduce(unit_flag=unit_flag)
-        self._engine.events.emit(
-            "reduce", gradients.unit.name, num_bytes=gradients.reduce_bytes, group="world"
-        )
-        # Bounded: while this one is on its way, older ones finish their hops.
-        for older in list(self._in_flight):
-            if older.advance_reduce():
-                self._in_flight.remove(older)
-                self._finish(older)
-        self._in_flight.append(gradients)
-
-    def _finish(self, gradients: Gradients, *, keep: bool = True) -> None:
-        gradients.finish_reduce(keep=keep)
-        if self.stepper is not None and keep:
-            self.stepper.reduced(gradients, is_done=gradients.unit in self._done)
-
-    def _finish_all(self, *, keep: bool = True) -> None:
-        while self._in_flight:
-            self._finish(self._in_flight.popleft(), keep=keep)
-
-    def _make_room(self) -> None:
-        """Where gradients are cut, at most one unit's full gradients exist at a time."""
-        if self._engine.stage.cut_gradients:
-            self._finish_all()
-
-    def _reduce_rest(self) -> None:
-        """Launch what is left of the order, finish everything, and reduce late gradients."""
-        order = self._order
-        rest = order[self._next :]
-        late = [one for one in self._engine.gradients if one not in rest and one.has_local]
-        for gradients in rest[:-1]:
-            self._launch(gradients)
-        if rest:
-            news = bool(late) or self._absent_here() != self._told
-            self._launch(rest[-1], unit_flag=news)
-        self._finish_all()
-        if order and order[-1].read_unit_flag():
-            self._exchange_news(late)
-
-    def _absent_here(self) -> frozenset[tuple[int, int]]:
-        """The parameters, by unit and number there, that have no gradient of this rank's."""
-        return frozenset(
-            (gradients.unit.number, index)
-            for gradients in self._engine.gradients
-            for index in gradients.absent
-        )
-
-    def _exchange_news(self, late: list[Gradients]) -> None:
-        """All ranks know that some rank has gradients outside the pattern, which are reduced too,
-        or that it lacks others than before: where every rank does, `param.grad` is None.
-        """
-        self._told = self._absent_here()
-        mine = " ".join(str(gradients.unit.number) for gradients in late)
-        absent = " ".join(f"{unit}.{index}" for unit, index in sorted(self._told))
-        exchange = self._engine.collectives.agreement.exchange
-        news = [one.split("|") for one in exchange("late gradients", f"{mine}|{absent}")]
-        everywhere = set.intersection(*(set(lacking.split()) for _, lacking in news))
-        places = (one.split(".") for one in everywhere)
-        self._absent_everywhere = {(int(unit), int(index)) for unit, index in places}
-        self._reduce_late({int(number) for numbers, _ in news for number in numbers.split()})
-
-    def _reduce_late(self, numbers: set[int]) -> None:
-        for gradients in self._engine.gradients:
-            if gradients.unit.number not in numbers:
-                continue
-            if self.stepper is not None:
-                self.stepper.refuse_taken((gradients.unit,))
-            self._launch(gradients)
-            if gradients not in self._order:
-                # Used from now on: part of the pattern, before the last, which carries the flag.
-                self._order.insert(self._num_early, gradients)
-                self._num_early += 1
-        self._finish_all()
 
     # Around the step --------------------------------------------------------------------------
 
@@ -384,13 +251,11 @@ class Backward:
         self.recover()
         were_local = any(gradients.has_local for gradients in self._engine.gradients)
         if were_local:
-            for gradients in self._engine.gradients:
-                gradients.begin_backward()
+            self.reduces.begin()
             with torch.no_grad():
-                self._agree_on_order()
-                self._next = 0
-                self._reduce_rest()
-                self._engine.owned.show(self._absent_everywhere)
+                self.reduces.agree_on_order()
+                self.reduces.complete()
+                self._engine.owned.show(self.reduces.absent_everywhere)
         return were_local
 
     def recover(self) -> None:
@@ -416,18 +281,13 @@ class Backward:
                     gradients.keep_local()
         else:
             taken = [] if self.stepper is None else self.stepper.taken
-            reports = engine.collectives.agreement.exchange(
-                "recovery from an exception in backward", " ".join(map(str, (self._next, *taken)))
-            )
+            mine = " ".join(map(str, (self.reduces.num_launched, *taken)))
+            exchange = engine.collectives.agreement.exchange
+            reports = exchange("recovery from an exception in backward", mine)
             launched, *taken = _merge(reports)
-            self._done.clear()
             with torch.no_grad():
-                for gradients in self._order[self._next : launched]:
-                    self._launch(gradients)
-                while self._in_flight:
-                    gradients = self._in_flight.popleft()
-                    # What one rank has applied, all ranks have sent whole.
-                    self._finish(gradients, keep=gradients.unit.number in taken)
+                # What one rank has applied, all ranks have sent whole.
+                self.reduces.drop(launched, kept=taken)
                 if self.stepper is not None:
                     self.stepper.failed(taken)
             for gradients in engine.gradients:

@@ -51,6 +51,7 @@ __all__ = [
     "refuse_while_building",
     "source_of",
     "sources_of",
+    "swap",
     "unmade",
     "unmark",
     "write_values",
@@ -216,12 +217,12 @@ def _on_registration(module: nn.Module, name: str, parameter: Any) -> None:
     if cell is None:
         return
     meta = shadow(parameter, cell).requires_grad_(parameter.requires_grad)
-    _swap(parameter, meta)
+    swap(parameter, meta)
     parameter.__class__ = _unmade_class(kind)
 
 
-def _swap(parameter: Tensor, other: Tensor) -> None:
-    """Let `parameter` be what `other` is; it stays the same object, and keeps its hooks."""
+def swap(parameter: Tensor, other: Tensor) -> None:
+    """Let two tensors exchange what they are; the first stays the same object with its hooks."""
     hooks, late_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(parameter, other)
     if hooks is not None:
@@ -316,7 +317,7 @@ def adopt(parameter: nn.Parameter, view: Tensor) -> None:
         return
     real = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
     real.data = view
-    _swap(parameter, real)
+    swap(parameter, real)
 
 
 def unmark(tensor: Tensor) -> None:
@@ -338,6 +339,6 @@ def make_buffers(model: nn.Module, device: torch.device) -> None:
             values = torch.zeros_like(buffer, device=device)
             write_values(values, buffer)
             unmark(buffer)
-            _swap(buffer, values)
+            swap(buffer, values)
         elif buffer.device != device:
             buffer.data = buffer.to(device)

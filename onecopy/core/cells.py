@@ -31,6 +31,7 @@ __all__ = [
     "Store",
     "all_cells",
     "cell_of",
+    "check_constants",
     "is_whole",
     "place_of",
     "plain_tensors",
@@ -272,6 +273,18 @@ def replay(last: Operation, stores: Stores, wanted: int) -> None:
             for number in [number for number in stores if final_use.get(number) == index]:
                 if number != wanted:
                     del stores[number]
+
+
+def check_constants(cell: Cell) -> None:
+    """See to it that the values of a cell can be made.
+
+    Raises:
+        ShardingError: a tensor from outside that they depend on has been changed.
+    """
+    for operation in _needed(cell.last) if cell.last is not None else ():
+        for leaf in tree_leaves((operation.args, operation.kwargs)):
+            if isinstance(leaf, Constant):
+                leaf.value()
 
 
 def _needed(last: Operation) -> list[Operation]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from onecopy.core.compiling import not_compiled
 from onecopy.errors import ParameterReleasedError, ShardingError
 
 __all__ = ["Gatherer", "guard_class"]
@@ -114,6 +115,7 @@ def guard_class(
     return ReleasedParameter
 
 
+@not_compiled
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any function of torch on guarded parameters, of one model or of several."""
     if func in _needs_no_values():

@@ -177,7 +177,7 @@ class Hooks(NotCopied):
         for gradients in new:
             self._add_gradients(gradients)
         if new:
-            self._backward.forget_order()
+            self._backward.reduces.forget_order()
 
     def _end(self, *, failed: bool) -> None:
         # After a lost connection rest fails too; the first error is the one to see.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.core import build
-from onecopy.core.cells import Cell, cell_of
+from onecopy.core.cells import Cell, cell_of, check_constants
 from onecopy.core.recorder import Recorder
 from onecopy.errors import ShardingError
 
@@ -64,12 +64,16 @@ def prepare(model: nn.Module) -> None:
             that cannot be told any more; or the model is still being built.
     """
     build.refuse_while_building()
+    for _, tensor in build.unmade(model):
+        # On all ranks, before the first one makes values and the others wait for them.
+        if (cell := cell_of(tensor)) is not None:
+            check_constants(cell)
     bare: dict[int, _Bare] = {}
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta and cell_of(tensor) is None:
-                name = f"{path}.{key}" if path else key
-                bare.setdefault(id(tensor), _put_aside(name, module, tensor))
+            if tensor is None or not tensor.is_meta or cell_of(tensor) or id(tensor) in bare:
+                continue
+            bare[id(tensor)] = _put_aside(f"{path}.{key}" if path else key, module, tensor)
     if not bare:
         return
     try:
@@ -79,7 +83,7 @@ def prepare(model: nn.Module) -> None:
     except BaseException:
         for one in bare.values():
             build.unmark(one.tensor)
-            torch._C._swap_tensor_impl(one.tensor, one.original)
+            build.swap(one.tensor, one.original)
         raise
 
 
@@ -87,7 +91,7 @@ def _put_aside(name: str, module: nn.Module, tensor: Tensor) -> _Bare:
     """The tensor becomes a new one, and can become what it was again."""
     original = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
     written = tensor._version
-    torch._C._swap_tensor_impl(tensor, original)
+    build.swap(tensor, original)
     return _Bare(name, module, tensor, original, written)
 
 

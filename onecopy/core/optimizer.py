@@ -333,7 +333,10 @@ class Binding:
         with torch.no_grad():
             for engine in self._behind:
                 engine.finish_failed_step = None
-                engine.refresh(unit for unit, owner in self.units.items() if owner is engine)
+                units = [unit for unit, owner in self.units.items() if owner is engine]
+                for unit in units:
+                    unit.note_update()
+                engine.refresh(units)
 
 
 @not_compiled

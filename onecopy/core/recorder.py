@@ -111,8 +111,7 @@ class Recorder(TorchDispatchMode):
             return self._execute(func, args, kwargs, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
             return _change_view(func, args, kwargs)
-        if any(result.alias_info and not result.alias_info.is_write
-               for result in func._schema.returns):  # fmt: skip
+        if _returns_view(func):
             return func(*args, **kwargs)
         if func.overloadpacket in _POSTPONED:
             return _postpone(func, args, kwargs, metas[id(args[0])])
@@ -224,9 +223,9 @@ def _recorded(
             return leaf
         cell = cell_of(leaf)
         if cell is None or (cell.kept is not None and cell is not overwritten):
-            if leaf.is_meta and cell is not None:
-                leaf = place_of(leaf, cell).tensor({cell.number: Store(cell.kept)})  # type: ignore[arg-type]
-            if leaf.numel() <= COPIED_NUMEL and not leaf.is_meta:
+            if cell is not None and cell.kept is not None:
+                leaf = place_of(leaf, cell).tensor({cell.number: Store(cell.kept)}).clone()
+            elif leaf.numel() <= COPIED_NUMEL and not leaf.is_meta:
                 leaf = leaf.detach().clone()
             return Constant(leaf, leaf._version)
         if cell is not overwritten and func.overloadpacket not in _LIKE:
@@ -234,6 +233,12 @@ def _recorded(
         return place_of(leaf, cell)
 
     return reads, tree_map(recorded, (args, kwargs))
+
+
+def _returns_view(func: Any) -> bool:
+    """Whether the result is a view of an argument, which is not changed."""
+    aliases = [result.alias_info for result in func._schema.returns if result.alias_info]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _overwritten(func: Any, args: tuple[Any, ...]) -> Cell | None:

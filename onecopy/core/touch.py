@@ -6,10 +6,10 @@ unit is gathered when every rank does the same (agreed as any unforeseen use; a 
 something else gets the error that names both). Inside a forward or a backward the use is recorded
 in the schedule, so it is foreseen from the next step on.
 
-A unit that was touched outside of both stays gathered until another one is touched, unless tensors
-taken from it are still alive, and at the latest until the next forward, backward or step begins.
-Whatever was written by then reaches the masters; only elements that changed do, so reading never
-costs a master its precision.
+A unit that was touched outside of both stays gathered until another one is touched, and at the
+latest until the next forward, backward or step begins; tensors taken from it keep its memory.
+Whatever was written by then, through them too, reaches the masters; only elements that changed do,
+so reading never costs a master its precision.
 """
 
 from __future__ import annotations

@@ -384,9 +384,13 @@ class Unit:
             self._take_own_values()
 
     def note_update(self) -> None:
-        """The masters changed within a backward: autograd shall refuse what it saved before."""
+        """The masters have changed: autograd shall refuse what it saved before, as it always does.
+
+        Of released parameters, too: backward would gather the new values.
+        """
         torch.autograd.graph.increment_version(self.parameters)
-        self._versions = [parameter._version for parameter in self.parameters]
+        if self.state is UnitState.GATHERED:
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def _is_repointed(self) -> bool:
         """Whether somebody has given a parameter other memory (`p.data = ...`)."""
