@@ -86,7 +86,10 @@ class OwnedGradients:
             self.show(set(places) - shown, are_applied=before._are_applied)
 
     def _places(self, numbers: Collection[int]) -> set[tuple[int, int]]:
-        return {(self._units[number].number, self._indices[number]) for number in numbers}
+        return {self._place(number) for number in numbers}
+
+    def _place(self, number: int) -> tuple[int, int]:
+        return self._units[number].number, self._indices[number]
 
     def show(self, absent: Container[tuple[int, int]] = (), *, are_applied: bool = False) -> None:
         """After a reduce: every parameter with a gradient has one to measure and to change.
@@ -102,41 +105,40 @@ class OwnedGradients:
         self._suspended.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
-                place = (self._units[number].number, self._indices[number])
                 if not parameter.requires_grad:
                     continue
-                if number in self._present or place not in absent:
-                    self._present.add(number)
-                    parameter.grad = self._stand_ins[number]
-                    self._shown[number] = None
+                if absent and number not in self._present and self._place(number) in absent:
+                    continue
+                self._present.add(number)
+                parameter.grad = self._stand_ins[number]
+                self._shown[number] = None
 
     def forget(self, units: Collection[Unit] | None = None) -> None:
         """`zero_grad`: these units' parameters, or all, have no gradient any more."""
-        self.hide(units)
-        self._present = {
-            one for one in self._present if units is not None and self._units[one] not in units
-        }
+        if self._suspended:
+            self.resume()
+        # What was written into the gradients of others still counts.
+        self._wholes.take_writes()
+        self._wholes.drop()
+        self._norms.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, parameter in enumerate(self._parameters):
+                if units is None or self._units[number] in units:
+                    parameter.grad = None
+                    self._shown.pop(number, None)
+                    self._present.discard(number)
 
-    def hide(self, units: Collection[Unit] | None = None) -> None:
-        """Before autograd accumulates again, which would fail on a stand-in.
-
-        Args:
-            units: only those of these units; None for all.
-        """
+    def hide(self) -> None:
+        """Before autograd accumulates again, which would fail on a stand-in."""
         if not self._shown:
             return
         self.settle()
         self._norms.clear()
-        hidden = [one for one in self._shown if units is None or self._units[one] in units]
-        for number in hidden:
-            del self._shown[number]
-        with torch._C.DisableTorchFunctionSubclass():
-            # Before the whole ones are forgotten.
-            for number in hidden:
-                gradient = self._parameters[number].grad
-                if gradient is not None and self._is_own(gradient):
-                    self._parameters[number].grad = None
         self._wholes.drop()
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self._shown:
+                self._parameters[number].grad = None
+        self._shown.clear()
 
     def suspend(self) -> None:
         """A forward begins: compilers, for one, look at the gradients of what it uses."""
@@ -176,7 +178,7 @@ class OwnedGradients:
                 if gradient is None:
                     if number in self._shown:
                         self._remove(number)
-                elif not self._is_own(gradient):
+                elif type(gradient) is not OwnedGradient and not self._is_whole(gradient):
                     self._take(number, gradient)
 
     def _remove(self, number: int) -> None:
@@ -185,8 +187,8 @@ class OwnedGradients:
         if piece is not None:
             piece.grad = None
 
-    def _is_own(self, gradient: torch.Tensor) -> bool:
-        return type(gradient) is OwnedGradient or self._wholes.place_of(gradient) is not None
+    def _is_whole(self, gradient: torch.Tensor) -> bool:
+        return self._wholes.place_of(gradient) is not None
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         """A whole gradient of the user's takes the place of the reduced one."""
