@@ -64,6 +64,7 @@ class Handle(handle.NotCopied):
     backward: Backward
     hooks: Hooks
     events: Events
+    mesh: DeviceMesh | None = None
     bindings: list[Binding] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
 
@@ -84,7 +85,9 @@ def shard(
     backwards. All ranks must call it together. Parameters and buffers become those of the first
     rank.
 
-    Called on a model that is sharded already, it attaches one more optimizer.
+    Called on a model that is sharded already, it attaches one more optimizer. Where parameters have
+    been added since (adapters), it partitions anew, with the settings of the first call; each rank
+    then holds the whole model for a moment.
 
     Args:
         model: one model, or several that share optimizers.
@@ -107,10 +110,13 @@ def shard(
     """
     config = Config.make(config, settings)
     models: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+    models = [handle.inner(one) if isinstance(one, nn.Module) else one for one in models]
     optimizers = _as_list(optimizer)
+    sharded = [one for one in models if isinstance(one, nn.Module) and handle.find(one) is not None]
+    if sharded and len(sharded) == len(models) and any(map(_has_grown, sharded)):
+        _partition_anew(sharded, optimizers)
+        return model
     _check_arguments(models, optimizers)
-    models = [handle.inner(one) for one in models]
-    sharded = [one for one in models if handle.find(one) is not None]
     if not sharded:
         _check_modules(models)
         for one in models:
@@ -230,6 +236,36 @@ def clip_grad_norm_(
     return clip_gradients([owner.engine for owner in owners], max_norm, norm_type)
 
 
+def _has_grown(model: nn.Module) -> bool:
+    """Whether parameters were added to a sharded model."""
+    engine: Engine = handle.of(model).engine
+    return any(engine.find(one) is None for one in model.parameters() if one.numel())
+
+
+def _partition_anew(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Take sharded models apart and shard them again, with what has been added."""
+    owners: list[Handle] = [handle.of(one) for one in models]
+    bound = {id(one.optimizer): one for owner in owners for one in owner.bindings}
+    new = [one for one in optimizers if id(one) not in bound]
+    _check_arguments(models, new)
+    known = {id(parameter) for one in models for parameter in one.parameters()}
+    for binding in bound.values():
+        # Before anything is taken apart.
+        groups = [{"params": parameters} for parameters in binding.parameters]
+        refuse_strangers(groups, lambda one: id(one) in known)
+    new_groups = []
+    for binding in bound.values():
+        groups = binding.optimizer.param_groups
+        first = len(binding.parameters)
+        new_groups.append((binding.optimizer, groups[first:]))
+        del groups[first:]
+    unshard(models)
+    for one, added in new_groups:
+        one.param_groups.extend(added)
+    attached = [one for one, _ in new_groups]
+    shard(models, [*attached, *new], mesh=owners[0].mesh, config=owners[0].engine.config)
+
+
 # Wiring ---------------------------------------------------------------------------------------
 
 
@@ -340,7 +376,7 @@ def _shard_one(
             read_pieces(engine, sources)
     announce(engine)
     backward = Backward(engine)
-    owner = Handle(engine, backward, Hooks(engine, backward), events)
+    owner = Handle(engine, backward, Hooks(engine, backward), events, mesh)
     setattr(model, handle.ATTRIBUTE, owner)
     _add_methods(model, owner)
     owner.handles += add_state_dict_hooks(model, engine)

@@ -248,23 +248,28 @@ def test_lora_by_peft(pool: Pool, world: int, stage: int, save: list[str] | None
         torch.testing.assert_close(values, trained, rtol=1e-5, atol=1e-6)
 
 
-def lora_after_shard(stage: int) -> list[str]:
-    """What is said at the first forward, and when an optimizer for the adapters is attached."""
+def lora_after_shard(stage: int | None) -> list[Tensor]:
+    """Train the whole model for a step, then adapters that came after shard."""
     model = models.build("hf_llama")
-    onecopy.shard(model, stage=stage)
+    base_optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if stage is not None:
+        onecopy.shard(model, base_optimizer, stage=stage)
+    models.loss(model, models.batch("hf_llama", 0, 0)).backward()
+    base_optimizer.step()
+    base_optimizer.zero_grad()
     wrapped = _lora(model)
     optimizer = _sgd(_trainable(wrapped))
-    said = []
-    for attempt in (
-        lambda: models.loss(wrapped, models.batch("hf_llama", 0, 0)),
-        lambda: onecopy.shard(model, optimizer),
-    ):
-        with pytest.raises(onecopy.OneCopyError) as caught:
-            attempt()
-        said.append(str(caught.value))
-    with torch.no_grad():
-        models.loss(wrapped, models.batch("hf_llama", 0, 0))
-    return said
+    if stage is not None:
+        with pytest.raises(onecopy.OneCopyError, match="given to shard and an optimizer"):
+            models.loss(wrapped, models.batch("hf_llama", 0, 0))
+        onecopy.shard(model, optimizer)
+    for step in range(3):
+        models.loss(wrapped, models.batch("hf_llama", step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if stage is not None:
+        onecopy.unshard(model)
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
 
 
 def add_after_shard(what: str) -> str:
@@ -306,10 +311,49 @@ def test_parameters_added_after_shard_are_refused(pool: Pool, what: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_lora_after_shard_is_refused(pool: Pool, stage: int) -> None:
-    """Before anything is trained on one rank only."""
-    (said,) = pool.run(1, lora_after_shard, stage)
-    assert "16 trainable" in said[0] or "8 trainable" in said[0]
-    assert all("shard" in text for text in said)
-    assert "before shard (with PEFT: get_peft_model, then shard)" in said[0]
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_lora_after_shard(pool: Pool, world: int, stage: int) -> None:
+    """The next forward says what to do: one more call of shard partitions anew."""
+    expected = lora_after_shard(None)
+    for values in pool.run(world, lora_after_shard, stage):
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def grow(stage: int | None, how: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Add a block in mid-run, to a new optimizer or to a group of the old one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizers = [optimizer]
+    if stage is not None:
+        onecopy.shard(model, optimizer, stage=stage)
+    x = torch.ones(2, 5)
+    for step in range(4):
+        if step == 2:
+            model[1].append(nn.Linear(5, 5))
+            if how == "group":
+                optimizer.add_param_group({"params": model[1][-1].parameters()})
+            else:
+                optimizers.append(torch.optim.SGD(model[1][-1].parameters(), lr=0.2))
+            if stage is not None:
+                onecopy.shard(model, optimizers[-1])
+                assert onecopy.handle.of(model).engine.config.stage == stage
+        model(x).square().mean().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    if stage is not None:
+        onecopy.unshard(model)
+    states = [optimizer.state[p]["momentum_buffer"] for p in model[0].parameters()]
+    return [p.detach().clone() for p in model.parameters()], states
+
+
+@pytest.mark.parametrize("how", ["group", "optimizer"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3), (3, 2)])
+def test_a_model_that_grows_is_partitioned_anew(
+    pool: Pool, world: int, stage: int, how: str
+) -> None:
+    """With the first call's settings, and the optimizer states that there were."""
+    expected = grow(None, how)
+    for values in pool.run(world, grow, stage, how):
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)

@@ -156,8 +156,8 @@ class Engine:
                 f"{len(strangers)} trainable parameters were added to this "
                 f"{type(self.model).__name__} after shard, {strangers[0]} for one: nothing would "
                 "average their gradients over the ranks. Add them before shard (with PEFT: "
-                "get_peft_model, then shard), or call onecopy.unshard(model), add them, and shard "
-                "again"
+                "get_peft_model, then shard), or call onecopy.shard(model, optimizer) once more, "
+                "with the model that was given to shard and an optimizer that has them"
             )
         self._structure = _structure_of(self.model)
 

@@ -91,7 +91,10 @@ class OwnedGradients:
             self.show(set(places) - shown, are_applied=before._are_applied)
 
     def _places(self, numbers: Collection[int]) -> set[tuple[int, int]]:
-        return {(self._units[number].number, self._indices[number]) for number in numbers}
+        return {self._place(number) for number in numbers}
+
+    def _place(self, number: int) -> tuple[int, int]:
+        return self._units[number].number, self._indices[number]
 
     def show(self, absent: Container[tuple[int, int]] = (), *, are_applied: bool = False) -> None:
         """After a reduce: every parameter with a gradient has one to measure and to change.
@@ -107,30 +110,35 @@ class OwnedGradients:
         self._suspended.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
-                place = (self._units[number].number, self._indices[number])
                 if not parameter.requires_grad:
                     continue
-                if number in self._present or place not in absent:
-                    self._present.add(number)
-                    parameter.grad = self._stand_ins[number]
-                    self._shown[number] = None
+                if absent and number not in self._present and self._place(number) in absent:
+                    continue
+                self._present.add(number)
+                parameter.grad = self._stand_ins[number]
+                self._shown[number] = None
 
     def clear(self, units: Collection[Unit] | None = None, *, set_to_none: bool = True) -> None:
         """`zero_grad` of these units' parameters, or of all, is about to clear the pieces.
 
         Whoever holds a gradient that is set to None keeps it, whole, as in plain PyTorch.
         """
-        self.settle(uncounted=True)
+        if self._suspended:
+            self.resume()
+        # What was written into the gradients of others still counts.
+        self._wholes.take_writes(uncounted=True)
+        self._wholes.drop()
+        self._norms.clear()
         if not set_to_none:
-            self._norms.clear()
-            self._wholes.drop()
             return
-        for number in self._hide(units):
-            self._let_go(number)
-        if units is None:
-            self._present.clear()
-        else:
-            self._present = {one for one in self._present if self._units[one] not in units}
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, parameter in enumerate(self._parameters):
+                if units is None or self._units[number] in units:
+                    parameter.grad = None
+                    if number in self._shown:
+                        del self._shown[number]
+                        self._let_go(number)
+                    self._present.discard(number)
 
     def _let_go(self, number: int) -> None:
         """A gradient is no longer its parameter's. If somebody holds it, it keeps its values, as
@@ -157,28 +165,18 @@ class OwnedGradients:
                 self.settle()
         return stand_in is not self._stand_ins[number]
 
-    def hide(self, units: Collection[Unit] | None = None) -> None:
-        """Before autograd accumulates again, which would fail on a stand-in.
-
-        Args:
-            units: only those of these units; None for all.
-        """
-        if self._shown:
-            self.settle(uncounted=True)
-            self._hide(units)
-
-    def _hide(self, units: Collection[Unit] | None) -> list[int]:
+    def hide(self) -> None:
+        """Before autograd accumulates again, which would fail on a stand-in."""
+        if not self._shown:
+            return
+        self.settle(uncounted=True)
         self._norms.clear()
-        hidden = [one for one in self._shown if units is None or self._units[one] in units]
-        with torch._C.DisableTorchFunctionSubclass():
-            # Before the whole ones are forgotten.
-            for number in hidden:
-                del self._shown[number]
-                gradient = self._parameters[number].grad
-                if gradient is not None and self._is_own(number, gradient):
-                    self._parameters[number].grad = None
         self._wholes.drop()
-        return hidden
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self._shown:
+                self._parameters[number].grad = None
+        self._shown.clear()
+
 
     def suspend(self) -> None:
         """A forward begins: compilers, for one, look at the gradients of what it uses."""
@@ -219,7 +217,11 @@ class OwnedGradients:
                 if gradient is None:
                     if number in self._shown:
                         self._remove(number)
+<<<<<<< HEAD
                 elif not self._is_own(number, gradient):
+=======
+                elif type(gradient) is not OwnedGradient and not self._is_whole(gradient):
+>>>>>>> origin/main
                     self._take(number, gradient)
 
     def _remove(self, number: int) -> None:
@@ -230,9 +232,14 @@ class OwnedGradients:
         if piece is not None:
             piece.grad = None
 
+<<<<<<< HEAD
     def _is_own(self, number: int, gradient: torch.Tensor) -> bool:
         place = (self._units[number], self._indices[number])
         return gradient is self._stand_ins[number] or self._wholes.place_of(gradient) == place
+=======
+    def _is_whole(self, gradient: torch.Tensor) -> bool:
+        return self._wholes.place_of(gradient) is not None
+>>>>>>> origin/main
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         """A whole gradient of the user's takes the place of the reduced one."""

@@ -107,6 +107,8 @@ class Unit:
         self.dtypes = spec.dtypes
         self.state = UnitState.GATHERED
         self._stage = stage
+        # Parameters are gathered before use and released after it.
+        self.releases = stage.releases
         self._collectives = collectives
         self._events = collectives.events
         self._pending: Pending | None = None
@@ -586,11 +588,6 @@ class Unit:
                 stacklevel=2,
             )
         return True
-
-    @property
-    def releases(self) -> bool:
-        """Parameters are gathered before use and released after it."""
-        return self._stage.releases
 
     @property
     def shard_rank(self) -> int:
