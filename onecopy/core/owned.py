@@ -177,7 +177,6 @@ class OwnedGradients:
                 self._parameters[number].grad = None
         self._shown.clear()
 
-
     def suspend(self) -> None:
         """A forward begins: compilers, for one, look at the gradients of what it uses."""
         if not self._shown or self._suspended:
@@ -217,11 +216,9 @@ class OwnedGradients:
                 if gradient is None:
                     if number in self._shown:
                         self._remove(number)
-<<<<<<< HEAD
-                elif not self._is_own(number, gradient):
-=======
-                elif type(gradient) is not OwnedGradient and not self._is_whole(gradient):
->>>>>>> origin/main
+                elif gradient is not self._stand_ins[number] and not self._is_whole(
+                    number, gradient
+                ):
                     self._take(number, gradient)
 
     def _remove(self, number: int) -> None:
@@ -232,14 +229,9 @@ class OwnedGradients:
         if piece is not None:
             piece.grad = None
 
-<<<<<<< HEAD
-    def _is_own(self, number: int, gradient: torch.Tensor) -> bool:
+    def _is_whole(self, number: int, gradient: torch.Tensor) -> bool:
         place = (self._units[number], self._indices[number])
-        return gradient is self._stand_ins[number] or self._wholes.place_of(gradient) == place
-=======
-    def _is_whole(self, gradient: torch.Tensor) -> bool:
-        return self._wholes.place_of(gradient) is not None
->>>>>>> origin/main
+        return self._wholes.place_of(gradient) == place
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         """A whole gradient of the user's takes the place of the reduced one."""
