@@ -438,3 +438,18 @@ def test_tensors_kept_on_one_rank(pool: Pool) -> None:
     """What a rank does with the values is its own affair."""
     first, second = pool.run(2, kept_on_one_rank, 3, record_warnings=True)
     assert first == second
+
+
+def tied_into_a_block() -> bool:
+    """One module with parameters of two units: its state takes both."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[1][0].weight = model[0].weight
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    onecopy.shard(model, stage=3)
+    state = model.state_dict()
+    return all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_states_of_modules_of_two_units(pool: Pool) -> None:
+    """The unit that was touched first has been released by then."""
+    assert pool.run(2, tied_into_a_block) == [True, True]

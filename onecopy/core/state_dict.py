@@ -61,11 +61,15 @@ class _StateDictHooks(NotCopied):
         for key, parameter in module._parameters.items():
             value = state.get(prefix + key)
             found = None if parameter is None else self._engine.find(parameter)
-            if found is None or not isinstance(value, torch.Tensor) or value is parameter:
+            if parameter is None or found is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value is parameter:
                 continue
             unit, index = found
             # Code of the model's own may have put something else there.
             if unit.is_value_of(index, value):
+                # Another unit of this module may have been touched since.
+                self._engine.touch.touch([parameter], torch.Tensor.detach)
                 state[prefix + key] = unit.gather_value(index).to("cpu")
 
     def after_saving_all(
