@@ -24,6 +24,8 @@ from tests.runs import OPTIMIZERS, full_values
 def rebuild(stage: int, times: int = 3, **settings: Any) -> list[tuple[bool, int, int]]:
     """Build, train and delete a model: is it gone, and how many threads and tensors are left?"""
     seen = []
+    # Other tests of this process may have left some: compilers keep what they have compiled.
+    before = threading.active_count()
     for _ in range(times):
         model = models.build("gpt")
         optimizer = OPTIMIZERS["adamw"](model)
@@ -37,11 +39,11 @@ def rebuild(stage: int, times: int = 3, **settings: Any) -> list[tuple[bool, int
         gc.collect()
         # The watching thread may hold its agreement for the moment in which it looks.
         deadline = time.monotonic() + 10
-        while threading.active_count() > 1 and time.monotonic() < deadline:
+        while threading.active_count() > before and time.monotonic() < deadline:
             time.sleep(0.05)
             gc.collect()
         left = sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
-        seen.append((reference_to_model() is None, threading.active_count(), left))
+        seen.append((reference_to_model() is None, threading.active_count() - before, left))
     return seen
 
 
@@ -56,7 +58,7 @@ def test_deleting_the_model_frees_everything(
 ) -> None:
     """Parameters, slices, gradients, optimizer states and the watching thread."""
     for first, *later in pool.run(2, partial(rebuild, **settings), stage):
-        assert first[0]
+        assert first[:2] == (True, 0)
         assert later == [first] * len(later), "something grows with each rebuild"
 
 

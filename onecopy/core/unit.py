@@ -366,6 +366,9 @@ class Unit:
         `self.weight.data *= mask` is one. Looked for where the forward is not foreseen; what does
         so once is taken to do so in each forward.
         """
+        if self.state is not UnitState.GATHERED:
+            # The forward has failed: ranks did not agree on gathering it.
+            return
         if not is_foreseen and not self.has_hidden_writes and self._has_own_values:
             versions = [parameter._version for parameter in self.parameters]
             is_counted = versions != self._versions
@@ -383,7 +386,8 @@ class Unit:
         """What was written into tensors of it since it was released."""
         if self._is_lent and self.state is UnitState.SHARDED:
             self._is_lent = False
-            self._take_own_values()
+            if not buffers.is_freed(self.flat):
+                self._take_own_values()
 
     def note_update(self) -> None:
         """The masters have changed: autograd shall refuse what it saved before, as it always does.
