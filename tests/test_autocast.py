@@ -68,6 +68,11 @@ def expect(name: str, world: int, dtype: str, **options: Any) -> reference.Resul
     )
 
 
+def _distance(values: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Between all parameters of two models."""
+    return sum(float((values[key] - other).pow(2).sum()) for key, other in others.items()) ** 0.5
+
+
 @pytest.mark.sampled(
     "name, world, stage, dtype",
     list(itertools.product(("gpt", "tied", "convgn", "nested"), WORLDS, STAGES, DTYPES)),
@@ -80,14 +85,19 @@ def test_autocast_equals_one_process(
     """The casts that autocast caches are those of the values of this step, at every stage."""
     expected = expect(name, world, dtype)
     # Where a unit is released between two calls, each casts the weights for itself, and their
-    # gradients are added in fp32, not in the lower dtype of one cast.
+    # gradients are added in fp32, not in the lower dtype of one cast: other roundings, no larger.
     is_exact = name != "nested" or stage < 3
+    exact = reference.train(
+        lambda: models.build(name), models.batches(name, 4, world), OPTIMIZERS["momentum"]
+    ).parameters
+    error = _distance(expected.parameters, exact)
     for rank, run in enumerate(pool.run(world, train, name, stage, dtype, None)):
         losses = [step[rank][0] for step in expected.losses]
-        assert run["losses"] == (losses if is_exact else pytest.approx(losses, rel=1e-2))
-        for key, value in expected.parameters.items():
-            tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-2, "atol": 1e-3}
-            torch.testing.assert_close(run["values"][key], value, **tolerance)
+        assert run["losses"] == (losses if is_exact else pytest.approx(losses, rel=5e-2))
+        if is_exact:
+            assert _distance(run["values"], expected.parameters) == 0.0
+        else:
+            assert _distance(run["values"], exact) < 1.5 * error
 
 
 @pytest.mark.sampled(
