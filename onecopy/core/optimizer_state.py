@@ -155,7 +155,6 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
     if unit.layout.is_whole:
         return state
     shape = unit.parameters[number].shape
-    place = unit.place_of(number)
     cut: dict[str, Any] = {}
     for name, value in state.items():
         is_tensor = isinstance(value, torch.Tensor)
@@ -166,8 +165,7 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
                     f"{type(value).__name__}, which cannot be cut into pieces: shard with "
                     "whole_parameters=True, so that nothing is"
                 )
-            flat = unit.in_memory_order(number, value)
-            cut[name] = flat[place.offset : place.offset + place.numel].clone()
+            cut[name] = unit.own_part(number, value).clone()
         elif is_tensor and value.numel() > 1:
             raise ShardingError(
                 f"the optimizer state {name} of {unit.names[number]} has shape "

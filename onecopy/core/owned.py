@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.core.owned_gradient import OwnedGradient
-from onecopy.core.whole_gradients import WholeGradients, own_part
+from onecopy.core.whole_gradients import WholeGradients
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class OwnedGradients:
 
     def follow(self, before: OwnedGradients) -> None:
         """Take the place of others, now that more parameters have gradients."""
-        places = [
-            (unit.number, index) for unit, index in zip(self._units, self._indices, strict=True)
-        ]
+        places = [self._place(number) for number in range(len(self._units))]
         before.settle()
         shown, present = before._places(before._shown), before._places(before._present)
         self._present = {number for number, place in enumerate(places) if place in present}
@@ -82,10 +80,8 @@ class OwnedGradients:
             # Measured in a backward whose step is still to come.
             numbers = {place: number for number, place in enumerate(places)}
             self._squares = self._zeros()
-            for unit, index, square in zip(
-                before._units, before._indices, before._squares, strict=True
-            ):
-                self._squares[numbers[unit.number, index]] = square
+            for number, square in enumerate(before._squares):
+                self._squares[numbers[before._place(number)]] = square
         if shown:
             before.hide()
             self.show(set(places) - shown, are_applied=before._are_applied)
@@ -244,7 +240,8 @@ class OwnedGradients:
         unit, index = self._units[number], self._indices[number]
         piece = self._pieces[number]
         if piece is not None:
-            piece.grad = own_part(unit, index, gradient).to(unit.dtypes.gradient, copy=True)
+            part = unit.as_piece(index, unit.own_part(index, gradient))
+            piece.grad = part.to(unit.dtypes.gradient, copy=True)
         self._parameters[number].grad = self._stand_ins[number]
         self._shown[number] = None
         self._present.add(number)

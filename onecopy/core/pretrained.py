@@ -122,7 +122,7 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
         # The order of the flat buffer is not that of the file (channels_last).
         whole = torch.empty(source.shape, dtype=master.dtype)
         num_bytes += source.read(whole)
-        part.copy_(unit.in_memory_order(place.index, whole)[place.offset :][: place.numel])
+        part.copy_(unit.own_part(place.index, whole))
     return num_bytes
 
 

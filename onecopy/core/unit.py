@@ -470,7 +470,7 @@ class Unit:
         if value.size() != self.parameters[index].size():
             return
         place = self.place_of(index)
-        values = self.in_memory_order(index, value)[place.offset : place.offset + place.numel]
+        values = self.own_part(index, value)
         compute = self.dtypes.compute
         with self._joined():
             master = self.master[place.start : place.start + place.numel]
@@ -609,6 +609,11 @@ class Unit:
         if value.stride() != stride:
             value = value.new_empty_strided(value.size(), stride).copy_(value)
         return value.as_strided((value.numel(),), (1,))
+
+    def own_part(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor shaped like parameter `index`, 1-D, in memory order."""
+        place = self.place_of(index)
+        return self.in_memory_order(index, value)[place.offset : place.offset + place.numel]
 
     def from_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """What is shaped like the piece of parameter `index`, 1-D, in memory order."""

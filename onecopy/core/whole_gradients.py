@@ -169,10 +169,3 @@ def _write(unit: Unit, index: int, values: torch.Tensor, changed: torch.Tensor) 
         return
     values, changed = unit.as_piece(index, values), unit.as_piece(index, changed)
     piece.grad.copy_(torch.where(changed, values.to(piece.grad.dtype), piece.grad))
-
-
-def own_part(unit: Unit, index: int, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole gradient, shaped like its piece."""
-    place = unit.place_of(index)
-    values = unit.in_memory_order(index, gradient)
-    return unit.as_piece(index, values[place.offset : place.offset + place.numel])
