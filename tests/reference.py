@@ -120,6 +120,19 @@ def _scaled(
     return both
 
 
+def set_gradients(model: nn.Module, step_batches: Sequence[Sequence[Batch]]) -> None:
+    """Give a plain model the reduced gradients of one step, `step_batches[rank][backward]`."""
+
+    def fresh() -> nn.Module:
+        one = copy.deepcopy(model)
+        one.zero_grad()
+        return one
+
+    once = train(fresh, [step_batches], lambda one: torch.optim.SGD(one.parameters(), lr=0.0))
+    for name, parameter in model.named_parameters():
+        parameter.grad = once.grads[0][name]
+
+
 def _backward_all(
     model: nn.Module,
     step_batches: Sequence[Sequence[Batch]],

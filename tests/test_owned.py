@@ -47,11 +47,7 @@ def _expected(name: str, world: int, how: str, limit: float) -> tuple[list[float
     norms = []
     for step in range(3):
         batches = [[models.batch(name, step, rank)] for rank in range(world)]
-        once = reference.train(
-            lambda: _copy(model), [batches], lambda one: torch.optim.SGD(one.parameters(), lr=0.0)
-        )
-        for key, parameter in model.named_parameters():
-            parameter.grad = once.grads[0][key]
+        reference.set_gradients(model, batches)
         if how == "value":
             torch.nn.utils.clip_grad_value_(model.parameters(), limit)
         else:
@@ -60,14 +56,6 @@ def _expected(name: str, world: int, how: str, limit: float) -> tuple[list[float
         optimizer.step()
         model.zero_grad(set_to_none=step % 2 == 0)
     return norms, dict(model.named_parameters())
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    import copy
-
-    one = copy.deepcopy(model)
-    one.zero_grad()
-    return one
 
 
 @pytest.mark.sampled(
@@ -229,11 +217,7 @@ def test_gradients_are_what_one_process_has(
     norms = []
     for step in range(3):
         batches = [[models.batch(name, step, rank)] for rank in range(world)]
-        once = reference.train(
-            lambda: _copy(model), [batches], lambda one: torch.optim.SGD(one.parameters(), lr=0.0)
-        )
-        for key, parameter in model.named_parameters():
-            parameter.grad = once.grads[0][key]
+        reference.set_gradients(model, batches)
         CHANGES[how](list(model.parameters()))
         norms.append(
             torch.nn.utils.get_total_norm(
