@@ -1,0 +1,403 @@
+"""The files of a checkpoint: storage writer and reader of torch.distributed.checkpoint.
+
+Each rank writes one file, `__<rank>_0.distcp`, its items one after another, as torch's own
+FileSystemWriter does and its FileSystemReader reads. Here every item has a checksum as well, what
+is written is flushed to the disk before it counts, and nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from onecopy.checkpoint.manifest import MANIFEST, FileItems, Manifest, checksum
+from onecopy.checkpoint.unpickle import load_object, read_metadata
+from onecopy.errors import CheckpointError
+
+__all__ = ["METADATA", "Reader", "Writer", "flush_folder", "naming", "write_file"]
+
+METADATA = ".metadata"
+DCP_VERSION = "1.0.0"
+BUFFER_BYTES = 1 << 20
+
+
+@contextmanager
+def naming(verb: str, path: Path) -> Iterator[None]:
+    """Errors of the system inside become errors that name the file and what to do.
+
+    Raises:
+        CheckpointError: for any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be {verb}: {error.strerror or error}. Checkpoints that were complete "
+            "before are untouched"
+        ) from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Make names that were made, changed or removed in a folder outlive a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file, flushed to the disk.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with naming("written", path), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where an item lies, and its checksum; what a rank reports to the one that finishes."""
+
+    info: _StorageInfo
+    checksum: int
+
+
+class _Checked(io.RawIOBase):
+    """A stream that knows its position, and the checksum of what has passed."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._position = 0
+        self.checksum = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.checksum = checksum(view, self.checksum)
+        self._file.write(view)
+        self._position += len(view)
+        return len(view)
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint into an empty folder that all ranks see.
+
+    Args:
+        folder: where.
+        manifest: what is saved; its files are filled in here.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self.metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def storage_meta(self) -> StorageMeta:
+        """What names the checkpoint in its metadata."""
+        return StorageMeta(checkpoint_id=self._folder.name)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Each rank learns the name of its file."""
+        return [
+            replace(plan, storage_data=f"__{number}_0.distcp") for number, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, one after another, and flush them.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        done: Future[list[WriteResult]] = Future()
+        path = self._folder / plan.storage_data
+        results = []
+        if plan.items:
+            with naming("written", path), path.open("xb", buffering=BUFFER_BYTES) as file:
+                stream = _Checked(file)
+                for item in plan.items:
+                    results.append(_write_item(stream, planner.resolve_data(item), item, path.name))
+                file.flush()
+                os.fsync(file.fileno())
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank, when all have written: the metadata, and the manifest as the last file.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        files: dict[str, FileItems] = {}
+        for result in (one for of_rank in results for one in of_rank):
+            stored: _Stored = result.storage_data
+            storage[result.index] = stored.info
+            name, offset, length = (
+                stored.info.relative_path,
+                stored.info.offset,
+                stored.info.length,
+            )
+            items = files[name].items if name in files else []
+            items.append((offset, length, stored.checksum))
+            files[name] = FileItems(offset + length, items)
+        for alias, name in self._manifest.aliases.items():
+            # Tied weights are stored once and found under each of their names.
+            found: Any = metadata.state_dict_metadata[name]
+            metadata.state_dict_metadata[alias] = found
+            for chunk in found.chunks:
+                place = storage[MetadataIndex(name, chunk.offsets)]
+                storage[MetadataIndex(alias, chunk.offsets)] = place
+        metadata.storage_data = storage
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = DCP_VERSION
+        data = pickle.dumps(metadata)
+        write_file(self._folder / METADATA, data)
+        files[METADATA] = FileItems(len(data), [(0, len(data), checksum(data))])
+        self._manifest = replace(self._manifest, files=files)
+        write_file(self._folder / MANIFEST, self._manifest.to_bytes())
+        flush_folder(self._folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only."""
+        return "://" not in str(checkpoint_id)
+
+
+def _write_item(stream: _Checked, data: Any, item: Any, name: str) -> WriteResult:
+    offset, stream.checksum = stream.tell(), 0
+    if isinstance(data, torch.Tensor):
+        torch.save(data, stream)
+    else:
+        stream.write(data.getbuffer())
+    length = stream.tell() - offset
+    stored = _Stored(_StorageInfo(name, offset, length), stream.checksum)
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=stored)
+
+
+class Reader(StorageReader):
+    """Reads a folder of a torch.distributed.checkpoint, whoever has written it.
+
+    Args:
+        folder: where.
+        manifest: with it, each item's checksum is compared before the item is used.
+        metadata: as it is in the folder if None.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest | None = None, metadata: Metadata | None = None
+    ) -> None:
+        self._folder = folder
+        self._checksums = {
+            (name, offset): item_checksum
+            for name, file in (manifest.files if manifest else {}).items()
+            for offset, _, item_checksum in file.items
+        }
+        self._metadata = metadata
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A reader reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, read without running anything of it.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or names what it must not.
+        """
+        if self._metadata is None:
+            path = self._folder / METADATA
+            with naming("read", path):
+                data = path.read_bytes()
+            expected = self._checksums.get((METADATA, 0))
+            if expected is not None and checksum(data) != expected:
+                raise _damaged(path, "the metadata")
+            self._metadata = read_metadata(path, data)
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the places of the items from the metadata."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def place_of(self, index: MetadataIndex) -> _StorageInfo:
+        """File, offset and length of a stored item.
+
+        Raises:
+            CheckpointError: the metadata does not say.
+        """
+        places = self.read_metadata().storage_data
+        place = places.get(index) if isinstance(places, dict) else None
+        if not isinstance(place, _StorageInfo):
+            raise CheckpointError(f"{self._folder / METADATA} does not say where {index.fqn} is")
+        if place.transform_descriptors:
+            raise CheckpointError(
+                f"{self._folder}: {index.fqn} was written through the extension "
+                f"{place.transform_descriptors[0]!r} of torch.distributed.checkpoint, which "
+                "onecopy does not read. Save again without extensions"
+            )
+        name = Path(place.relative_path)
+        if name.is_absolute() or ".." in name.parts:
+            raise CheckpointError(f"{self._folder / METADATA} points outside of its folder: {name}")
+        return place
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for; each item once, file by file, from front to back.
+
+        Raises:
+            CheckpointError: a file is missing, cut off or damaged.
+        """
+        wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
+        for request in plan.items:
+            place = self.place_of(request.storage_index)
+            where = (place.relative_path, place.offset, place.length)
+            wanted.setdefault(where, []).append(request)
+        with _OpenFile(self._folder) as file:
+            for where in sorted(wanted):
+                name = wanted[where][0].storage_index.fqn
+                data = self._read(file, where, name)
+                _deliver(f"{name} in {self._folder / where[0]}", data, wanted[where], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_item(self, index: MetadataIndex) -> bytes:
+        """The bytes of one item, compared with its checksum where there is one.
+
+        Raises:
+            CheckpointError: the file is missing, cut off or damaged.
+        """
+        place = self.place_of(index)
+        with _OpenFile(self._folder) as file:
+            where = (place.relative_path, place.offset, place.length)
+            return bytes(self._read(file, where, index.fqn))
+
+    def _read(self, file: _OpenFile, where: tuple[str, int, int], name: str) -> memoryview:
+        data = file.read(*where, name)
+        expected = self._checksums.get(where[:2])
+        if expected is not None and checksum(data) != expected:
+            raise _damaged(self._folder / where[0], name)
+        return data
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders only."""
+        return "://" not in str(checkpoint_id)
+
+
+class _OpenFile:
+    """One file of a folder at a time, and a buffer that is used again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._name: str | None = None
+        self._file: Any = None
+        self._buffer = bytearray()
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, name: str, offset: int, length: int, what: str) -> memoryview:
+        """`length` bytes from `offset` on; valid until the next call.
+
+        Raises:
+            CheckpointError: the file is missing, cannot be read, or ends before.
+        """
+        path = self._folder / name
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        view = memoryview(self._buffer)[:length]
+        with naming("read", path):
+            if self._name != name:
+                self.__exit__()
+                self._file, self._name = path.open("rb", buffering=0), name
+            self._file.seek(offset)
+            position = 0
+            while position < length:
+                count = self._file.readinto(view[position:])
+                if not count:
+                    raise CheckpointError(
+                        f"{path} is cut off: it ends within {what}, which should go to byte "
+                        f"{offset + length}. Load another checkpoint of this run; "
+                        "load(..., fallback=True) looks for the last good one"
+                    )
+                position += count
+        return view
+
+
+def _deliver(what: str, data: memoryview, requests: list[ReadItem], planner: LoadPlanner) -> None:
+    """Give one item to those who asked for it, or for parts of it."""
+    tensor: Any = None
+    for request in requests:
+        if request.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(request, io.BytesIO(data))
+            continue
+        if tensor is None:
+            tensor = load_object(what, data)
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{what} is a {type(tensor).__name__}, not a tensor")
+        part = tensor
+        for dim, (start, size) in enumerate(
+            zip(request.storage_offsets, request.lengths, strict=True)
+        ):
+            part = part.narrow(dim, start, size)
+        target = planner.resolve_tensor(request)
+        target.detach().copy_(part)
+        planner.commit_tensor(request, target)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: the checksum of {what} is not the one that was saved. Load another "
+        "checkpoint of this run; load(..., fallback=True) looks for the last good one"
+    )

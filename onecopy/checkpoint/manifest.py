@@ -1,0 +1,99 @@
+"""What onecopy writes beside the files of a torch.distributed.checkpoint: onecopy.json.
+
+It is the last file to be written, so a folder that has a good one is complete. It knows what was
+saved, and a checksum of every stored item, so that damage is found before it is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onecopy.errors import CheckpointError
+
+__all__ = ["MANIFEST", "FileItems", "Manifest", "checksum"]
+
+MANIFEST = "onecopy.json"
+FORMAT = 1
+CHECKSUM = "crc32"
+_SEPARATOR = f',\n"{CHECKSUM}":'
+
+
+def checksum(data: bytes | memoryview, before: int = 0) -> int:
+    """CRC-32 of some bytes; `before` is that of the bytes in front of them."""
+    return zlib.crc32(data, before)
+
+
+@dataclass(frozen=True, slots=True)
+class FileItems:
+    """One file of a checkpoint.
+
+    num_bytes: its size.
+    items: (offset, length, checksum) of each stored item, without gaps.
+    """
+
+    num_bytes: int
+    items: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What was saved, by whom, and how to tell that it is undamaged.
+
+    step: number of optimizer steps.
+    time: when, in seconds since 1970.
+    models: by name ("" for one model) its stage, dtypes, loss scale and so on.
+    optimizers: by name ("" for one) its class and number of steps.
+    aliases: tied names: each further name of a parameter, and the first.
+    configs: by the model's name the JSON text of its Hugging Face configuration, if it has one.
+    extras: keys of the items that hold `extra`, one for all ranks or one for each.
+    """
+
+    step: int
+    time: float
+    version: str
+    torch_version: str
+    world_size: int
+    models: dict[str, dict[str, Any]]
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    configs: dict[str, dict[str, str]] = field(default_factory=dict)
+    extras: list[str] = field(default_factory=list)
+    files: dict[str, FileItems] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """As the file holds it: JSON whose last entry is the checksum of all that is before."""
+        text = json.dumps(asdict(self), separators=(",", ":"))[:-1].encode()
+        return text + f"{_SEPARATOR}{checksum(text)}}}\n".encode()
+
+    @classmethod
+    def from_bytes(cls, path: Path, data: bytes) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: it is damaged, or was written by a newer version.
+        """
+        text, _, _ = data.rpartition(_SEPARATOR.encode())
+        try:
+            values = json.loads(data)
+            if values.pop(CHECKSUM) != checksum(text):
+                raise ValueError("its checksum is another")
+            if values["format"] > FORMAT:
+                raise CheckpointError(
+                    f"{path} was written by onecopy {values['version']}, whose format this version "
+                    "does not know: update onecopy"
+                )
+            values["files"] = {
+                name: FileItems(one["num_bytes"], [tuple(item) for item in one["items"]])
+                for name, one in values["files"].items()
+            }
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: {error}. Load another checkpoint of this run; "
+                "load(..., fallback=True) looks for the last good one"
+            ) from error

@@ -1,0 +1,185 @@
+"""Plans of torch.distributed.checkpoint, made from ranges."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from onecopy.checkpoint.boxes import Box
+from onecopy.checkpoint.ranges import Range
+from onecopy.errors import CheckpointError
+
+__all__ = ["LoadRanges", "SaveRanges"]
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+class SaveRanges(DefaultSavePlanner):
+    """Saves ranges of tensors, and objects as bytes.
+
+    Args:
+        ranges: what this rank saves.
+        objects: by key what torch.save shall write; each key on one rank only.
+        paths: by key the nested keys of the objects.
+    """
+
+    def __init__(
+        self,
+        ranges: Iterable[Range],
+        objects: Mapping[str, bytes],
+        paths: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        super().__init__()
+        self._ranges = list(ranges)
+        self._objects = objects
+        self._paths = dict(paths)
+        self._tensors: dict[MetadataIndex, Callable[[], torch.Tensor]] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """The ranges take the place of a state dict."""
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each box and object."""
+        items = []
+        for one in self._ranges:
+            properties = TensorProperties(dtype=one.dtype)
+            self._paths[one.key] = one.path or (one.key,)
+            for box, values in one.boxes():
+                index = MetadataIndex(one.key, box.offsets)
+                self._tensors[index] = values
+                data = TensorWriteData(_chunk(box), properties, torch.Size(one.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        for key in self._objects:
+            items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+        return SavePlan(items, planner_data=self._paths)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The values of one item, in host memory and with no other memory behind them."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._objects[write_item.index.fqn])
+        return _alone(self._tensors[write_item.index]().detach())
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values on the host, in a storage that has no others: torch.save writes all of it."""
+    if tensor.device.type != "cpu":
+        return tensor.to("cpu")
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.numel():
+        return tensor.clone() if not tensor.numel() else tensor
+    places = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
+    flat = tensor.permute(places).view(-1)
+    # Through the buffer protocol: a storage that begins and ends with these bytes, without a copy.
+    whole = torch.frombuffer(flat.view(torch.uint8).numpy(), dtype=torch.uint8).view(tensor.dtype)
+    return whole.as_strided(tensor.size(), tensor.stride())
+
+
+class LoadRanges(DefaultLoadPlanner):
+    """Loads ranges of tensors into memory that is there, and objects as bytes.
+
+    Args:
+        ranges: what this rank needs; their keys are those of the checkpoint.
+        keys: of the objects that it needs.
+        where: the checkpoint's folder, for messages.
+    """
+
+    def __init__(self, ranges: Iterable[Range], keys: Iterable[str], where: str) -> None:
+        super().__init__()
+        self._ranges = list(ranges)
+        self._keys = list(keys)
+        self._where = where
+        self._tensors: dict[MetadataIndex, Callable[[], torch.Tensor]] = {}
+        self.objects: dict[str, bytes] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """The ranges take the place of a state dict."""
+        assert metadata is not None, "there is metadata where something is loaded"
+        self._metadata = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """What to read: the overlaps of this rank's boxes with the saved ones.
+
+        Raises:
+            CheckpointError: something is not in the checkpoint, or not all of it.
+        """
+        items: list[ReadItem] = []
+        for one in self._ranges:
+            items += self._items_of(one)
+        for key in self._keys:
+            if not isinstance(self._metadata.get(key), BytesStorageMetadata):
+                raise CheckpointError(f"{self._where} has no object {key}")
+            index, nowhere = MetadataIndex(key), torch.Size((0,))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere))
+        return LoadPlan(items)
+
+    def _items_of(self, one: Range) -> list[ReadItem]:
+        stored = self._metadata.get(one.key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{self._where} has no tensor {one.key}")
+        if tuple(stored.size) != one.shape:
+            raise CheckpointError(
+                f"{one.key} has shape {tuple(stored.size)} in {self._where} and {one.shape} here: "
+                "it was saved from another model"
+            )
+        chunks = []
+        for box, values in one.boxes():
+            self._tensors[MetadataIndex(one.key, box.offsets)] = values
+            chunks.append(_chunk(box))
+        items = create_read_items_for_chunk_list(one.key, stored, chunks)
+        found = sum(item.lengths.numel() for item in items)
+        if found != one.numel:
+            raise CheckpointError(
+                f"{self._where} holds {found} of the {one.numel} elements of {one.key} that this "
+                "rank needs: it was not saved completely"
+            )
+        return items
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep the bytes; who has asked for them knows what they should be."""
+        self.objects[read_item.dest_index.fqn] = value.getvalue()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of this rank's memory that an item fills."""
+        tensor = self._tensors[read_item.dest_index]()
+        for dim, (start, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It was written in place."""
