@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from onecopy.api import no_sync as no_sync
     from onecopy.api import shard as shard
     from onecopy.api import unshard as unshard
+    from onecopy.checkpoint.loading import load as load
+    from onecopy.checkpoint.saving import save as save
     from onecopy.config import Config as Config
     from onecopy.config import Precision as Precision
     from onecopy.core.build import init_sharded as init_sharded
@@ -36,9 +38,11 @@ _WHERE = {
     "init_sharded": "onecopy.core.build",
     "join": "onecopy.core.uneven",
     "launch": "onecopy.launcher",
+    "load": "onecopy.checkpoint.loading",
     "load_pretrained": "onecopy.core.pretrained",
     "loss_weight": "onecopy.core.uneven",
     "no_sync": "onecopy.api",
+    "save": "onecopy.checkpoint.saving",
     "shard": "onecopy.api",
     "unshard": "onecopy.api",
 }
@@ -52,9 +56,11 @@ __all__ = [
     "init_sharded",
     "join",
     "launch",
+    "load",
     "load_pretrained",
     "loss_weight",
     "no_sync",
+    "save",
     "shard",
     "unshard",
 ]

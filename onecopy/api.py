@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
+    from onecopy.comm.groups import Group
     from onecopy.core.unit import UnitSpec
 
 __all__ = ["clip_grad_norm_", "full_parameters", "no_sync", "shard", "unshard"]
@@ -67,6 +68,8 @@ class Handle(handle.NotCopied):
     mesh: DeviceMesh | None = None
     bindings: list[Binding] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
+    # Made when the first checkpoint is.
+    checkpoint_group: Group | None = None
 
 
 def shard(

@@ -1,0 +1,1 @@
+"""Checkpoints: states in logical coordinates, for any number of ranks."""

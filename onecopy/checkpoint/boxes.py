@@ -71,12 +71,8 @@ def boxes_of_range(
     return boxes
 
 
-def _largest_at(
-    shape: Sequence[int], strides: Sequence[int], position: int, max_numel: int
-) -> Box:
-    offsets = tuple(
-        position // stride % size for stride, size in zip(strides, shape, strict=True)
-    )
+def _largest_at(shape: Sequence[int], strides: Sequence[int], position: int, max_numel: int) -> Box:
+    offsets = tuple(position // stride % size for stride, size in zip(strides, shape, strict=True))
     for dim, stride in enumerate(strides):
         if position % stride == 0 and stride <= max_numel:
             count = min(max_numel // stride, shape[dim] - offsets[dim])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from onecopy.checkpoint.boxes import Box
 from onecopy.checkpoint.ranges import Range
@@ -45,19 +46,19 @@ class SaveRanges(DefaultSavePlanner):
     Args:
         ranges: what this rank saves.
         objects: by key what torch.save shall write; each key on one rank only.
-        paths: by key the nested keys of the objects.
+        paths: by key the keys that lead there in a nested state dict.
     """
 
     def __init__(
         self,
         ranges: Iterable[Range],
         objects: Mapping[str, bytes],
-        paths: Mapping[str, tuple[str, ...]],
+        paths: Mapping[str, tuple[str | int, ...]],
     ) -> None:
         super().__init__()
         self._ranges = list(ranges)
         self._objects = objects
-        self._paths = dict(paths)
+        self._paths = paths
         self._tensors: dict[MetadataIndex, Callable[[], torch.Tensor]] = {}
 
     def set_up_planner(
@@ -73,7 +74,6 @@ class SaveRanges(DefaultSavePlanner):
         items = []
         for one in self._ranges:
             properties = TensorProperties(dtype=one.dtype)
-            self._paths[one.key] = one.path or (one.key,)
             for box, values in one.boxes():
                 index = MetadataIndex(one.key, box.offsets)
                 self._tensors[index] = values
@@ -91,7 +91,10 @@ class SaveRanges(DefaultSavePlanner):
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values on the host, in a storage that has no others: torch.save writes all of it."""
+    """The same values on the host, in a storage that has no others: torch.save writes all of it.
+
+    Valid as long as the tensor is.
+    """
     if tensor.device.type != "cpu":
         return tensor.to("cpu")
     if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.numel():
@@ -99,7 +102,8 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     places = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
     flat = tensor.permute(places).view(-1)
     # Through the buffer protocol: a storage that begins and ends with these bytes, without a copy.
-    whole = torch.frombuffer(flat.view(torch.uint8).numpy(), dtype=torch.uint8).view(tensor.dtype)
+    memory = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
     return whole.as_strided(tensor.size(), tensor.stride())
 
 

@@ -7,8 +7,8 @@ is another (channels_last), the range is cut into boxes there and the boxes are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,6 @@ class Range:
     order: its dimensions from the slowest to the fastest in memory.
     values: given two places, counted from `offset`, the elements between them: 1-D, in memory
         order; for loading, a view that is written to.
-    path: the keys that lead to the tensor in a nested state dict.
     """
 
     key: str
@@ -44,7 +43,6 @@ class Range:
     numel: int
     values: Callable[[int, int], torch.Tensor]
     order: tuple[int, ...]
-    path: tuple[str, ...] = field(default=())
 
     def boxes(self) -> Iterator[tuple[Box, Callable[[], torch.Tensor]]]:
         """The boxes of this range in the tensor's coordinates, and for each how to get its values.
@@ -73,7 +71,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def whole_tensor(key: str, tensor: torch.Tensor, path: Sequence[str] = ()) -> Range:
+def whole_tensor(key: str, tensor: torch.Tensor) -> Range:
     """All of a tensor, which one rank saves or each loads."""
     order = memory_order(tensor)
     in_memory = tensor.permute(order)
@@ -88,5 +86,4 @@ def whole_tensor(key: str, tensor: torch.Tensor, path: Sequence[str] = ()) -> Ra
         tensor.numel(),
         lambda start, stop: flat[start:stop],
         order,
-        tuple(path),
     )

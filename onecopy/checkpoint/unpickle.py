@@ -41,7 +41,9 @@ _ALLOWED |= {
     # Looks a layout up by its name.
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
 }
-_ALLOWED |= {("torch", name): kind for name, kind in vars(torch).items() if type(kind) is torch.dtype}
+_ALLOWED |= {
+    ("torch", name): kind for name, kind in vars(torch).items() if type(kind) is torch.dtype
+}
 # Where the checkpoint was saved; a name, whatever system it is from and however Python files it.
 _ALLOWED |= {
     (module, name): pathlib.PurePosixPath
@@ -77,7 +79,9 @@ def read_metadata(path: Path, data: bytes) -> dcp.Metadata:
             "Nothing of it was run"
         ) from error
     if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise CheckpointError(f"{path} is a {type(found).__name__}, not the metadata of a checkpoint")
+        raise CheckpointError(
+            f"{path} is a {type(found).__name__}, not the metadata of a checkpoint"
+        )
     return found
 
 

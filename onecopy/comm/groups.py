@@ -19,6 +19,7 @@ __all__ = [
     "Groups",
     "check_backend",
     "has_native_collectives",
+    "host_group",
     "make_groups",
     "world_group",
 ]
@@ -91,6 +92,15 @@ def make_groups(world: Group, *, cut: bool) -> Groups:
     """The groups of a model whose states are cut over the world (`cut`) or not at all."""
     alone = Group(None, (world.ranks[world.rank],), 0)
     return Groups(world, alone, world) if cut else Groups(alone, world, world)
+
+
+def host_group(world: Group) -> Group:
+    """The same ranks with a process group of their own, for messages in host memory.
+
+    What another thread sends through it does not mix with what training sends. A collective.
+    """
+    group = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=True)
+    return Group(group, world.ranks, world.rank)
 
 
 def check_backend(group: Group, device: torch.device) -> None:

@@ -89,6 +89,8 @@ class Binding:
         # The models whose last backward has not made this step already.
         self._behind: list[Engine] = []
         self.unit_steps = UnitSteps(optimizer)
+        # Steps that were made, in this process and before the checkpoint that it has loaded.
+        self.num_steps = 0
         self.adopt_new_groups()
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -322,6 +324,7 @@ class Binding:
             for engine, _backward in self.engines:
                 engine.events.phase = "api"
             return
+        self.num_steps += 1
         self._make_visible()
         for engine, _backward in self.engines:
             engine.events.emit("step")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onecopy.core.optimizer import Binding
     from onecopy.core.unit import Unit
 
-__all__ = ["TAG", "register_state_hooks", "slice_state"]
+__all__ = ["TAG", "register_state_hooks", "slice_state", "tag_of"]
 
 # The entry beside torch's "state" and "param_groups".
 TAG = "onecopy"
@@ -30,14 +30,14 @@ def register_state_hooks(binding: Binding) -> list[RemovableHandle]:
     """Make the optimizer's state_dict() and load_state_dict() know of ranks; handles to undo it."""
 
     def after_saving(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[TAG] = _tag(binding)
+        state_dict[TAG] = tag_of(binding)
 
     def before_loading(
         _: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any] | None:
         binding.adopt_new_groups()
         if TAG in state_dict:
-            _check_tag(state_dict[TAG], _tag(binding))
+            _check_tag(state_dict[TAG], tag_of(binding))
             return None
         return _cut(state_dict, binding)
 
@@ -47,7 +47,7 @@ def register_state_hooks(binding: Binding) -> list[RemovableHandle]:
     ]
 
 
-def _tag(binding: Binding) -> dict[str, Any]:
+def tag_of(binding: Binding) -> dict[str, Any]:
     """Whose pieces these are, in plain numbers and names that any file format takes."""
     binding.adopt_new_groups()
     group = binding.engines[0][0].collectives.groups.shard

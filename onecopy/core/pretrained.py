@@ -178,7 +178,7 @@ def _match(
     Raises:
         CheckpointError: shapes differ, or names, if strict.
     """
-    wanted = dict(_persistent_tensors(model))
+    wanted = dict(persistent_tensors(model))
     stored = open_directory(directory)
     names = _pair_names(model, list(wanted), list(stored))
     found: dict[int, tuple[Tensor, StoredTensor]] = {}
@@ -206,7 +206,7 @@ def _match(
     return list(found.values()), keys
 
 
-def _persistent_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What a state_dict would hold, under every name."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

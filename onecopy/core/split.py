@@ -70,19 +70,33 @@ class SplitMaster:
         if self.is_joined:
             return
         buffers.grow(self.whole)
-        with torch.no_grad():
-            bits = self.whole.view(torch.int32)
-            bits.copy_(self._own.view(torch.int16)).bitwise_left_shift_(16).add_(self._rest)
-            bits[self._ties] += LOWEST_BIT_OF_BF16
-            rounded = self.whole.to(self._own.dtype)
-            if _differ(rounded, self._own):
-                # Somebody has written into the parameters, and the rest belongs to other values.
-                # Next to zero and infinity it makes more of a difference than bf16 can tell.
-                values = self._own.to(self.whole.dtype)
-                self.whole.copy_(torch.where(rounded == self._own, self.whole, values))
+        self._write(self.whole, 0)
         self.is_joined = True
         for piece in self._pieces:
             piece.__class__ = nn.Parameter
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of the fp32 slice: a view of it, or a copy while split."""
+        if self.is_joined:
+            return self.whole[start:stop]
+        values = torch.empty(stop - start, dtype=self.whole.dtype, device=self._own.device)
+        self._write(values, start)
+        return values
+
+    def _write(self, values: torch.Tensor, start: int) -> None:
+        """Fill a tensor with the elements of the fp32 slice from `start` on."""
+        stop = start + values.numel()
+        own = self._own[start:stop]
+        with torch.no_grad():
+            bits = values.view(torch.int32)
+            bits.copy_(own.view(torch.int16)).bitwise_left_shift_(16).add_(self._rest[start:stop])
+            ties = self._ties[(self._ties >= start) & (self._ties < stop)] - start
+            bits[ties] += LOWEST_BIT_OF_BF16
+            rounded = values.to(own.dtype)
+            if _differ(rounded, own):
+                # Somebody has written into the parameters, and the rest belongs to other values.
+                # Next to zero and infinity it makes more of a difference than bf16 can tell.
+                values.copy_(torch.where(rounded == own, values, own.to(values.dtype)))
 
     def split(self) -> None:
         """Round the fp32 slice into the parameters, keep the rest and give its memory back."""

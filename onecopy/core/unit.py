@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -216,6 +216,12 @@ class Unit:
         """(s,) this rank's slice in master precision."""
         self.join_master()
         return self._master
+
+    def master_part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of this rank's slice in master precision: a view, or a copy where it is split."""
+        if self._split is not None:
+            return self._split.part(start, stop)
+        return self._master[start:stop]
 
     @property
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -597,6 +603,22 @@ class Unit:
     def shard_rank(self) -> int:
         """Number of the slice that this rank owns."""
         return self._collectives.groups.shard.rank
+
+    def pieces_of_replica(self) -> tuple[Piece, ...]:
+        """The slice's pieces, cut further: ranks that hold the same slice have a part of it each.
+
+        `start` counts from the start of the slice.
+        """
+        replica = self._collectives.groups.replica
+        low, high = self.layout.borders[self.shard_rank : self.shard_rank + 2]
+        first, last = (
+            low + (high - low) * number // replica.size
+            for number in (replica.rank, replica.rank + 1)
+        )
+        return tuple(
+            replace(piece, start=piece.start + first - low)
+            for piece in self.layout.pieces_between(first, last)
+        )
 
     def place_of(self, index: int) -> Piece:
         """Where this rank's piece of parameter `index` lies; it must have one."""

@@ -1,0 +1,283 @@
+"""load(): the states of a checkpoint into models and optimizers that may be cut otherwise."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from onecopy.checkpoint import folder as folders
+from onecopy.checkpoint.counters import restore_counters
+from onecopy.checkpoint.manifest import Manifest, checksum
+from onecopy.checkpoint.matching import Names
+from onecopy.checkpoint.plan import LoadRanges
+from onecopy.checkpoint.random_states import restore_random_states
+from onecopy.checkpoint.ranges import Range, whole_tensor
+from onecopy.checkpoint.restoring import OptimizerStates
+from onecopy.checkpoint.source import Source, open_source
+from onecopy.checkpoint.states import (
+    Models,
+    Named,
+    NamedModel,
+    Optimizers,
+    alike_in,
+    extra_states_of,
+    name_all,
+    range_of_values,
+    settle,
+)
+from onecopy.checkpoint.together import errors_of_ranks, together
+from onecopy.checkpoint.unpickle import load_object
+from onecopy.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from onecopy.comm.groups import Group
+
+__all__ = ["Loaded", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load` has found beside the states of models and optimizers.
+
+    step: the checkpoint's number; 0 where another program has saved.
+    extra: what the rank of the same number gave to `save`; the first one's on ranks that there
+        were not.
+    extras: of all ranks that saved, in order; one where all gave the same.
+    world_size: number of ranks that saved.
+    path: the checkpoint's folder.
+    """
+
+    step: int
+    extra: Any
+    extras: list[Any]
+    world_size: int
+    path: Path
+
+
+def load(
+    root: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    fallback: bool = False,
+) -> Loaded:
+    """Load a checkpoint into sharded models and their optimizers, in place.
+
+    Each rank reads what it owns, whatever the number of ranks, stage and units were when it was
+    saved. With an optimizer the run is resumed: states, counters, loss scales and the global random
+    generators are those of the checkpoint. Without one only the model is loaded. All ranks must
+    call it together. Checkpoints of torch.distributed.checkpoint (of FSDP2, say) and of DeepSpeed
+    load as well.
+
+    Args:
+        root: the root that was given to `save`, whose latest checkpoint is meant; or one checkpoint.
+        model, optimizer: as given to `save`, with the same names where there are several.
+        fallback: where the latest checkpoint is missing a file or damaged, warn and take the newest
+            of the others that is good.
+
+    Returns:
+        the step, and what else was saved.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or does not fit the model or the
+            optimizer. Values may be loaded in part then.
+        ShardingError: a model is not sharded, or an optimizer not attached.
+    """
+    named = name_all(model, optimizer)
+    settle(named)
+    group = named.group
+    found = together(group, lambda: folders.candidates(Path(root)) if group.rank == 0 else [])[0]
+    for number, folder in enumerate(found):
+        try:
+            return _load_one(folder, named)
+        except CheckpointError as error:
+            if not fallback or number + 1 == len(found):
+                raise
+            if group.rank == 0:
+                warnings.warn(
+                    f"{error}. Trying the checkpoint before it, {found[number + 1]}", stacklevel=2
+                )
+    raise AssertionError("there is always one candidate, which loads or raises")
+
+
+def _load_one(folder: Path, named: Named) -> Loaded:
+    group = named.group
+    source = _open_together(folder, group)
+    targets = _Targets(source, named)
+    together(group, targets.plan)
+    targets.read(targets.keys, [])
+    together(group, targets.take_objects)
+    targets.read([], targets.ranges)
+    with torch.no_grad():
+        targets.finish()
+    return targets.loaded()
+
+
+def _open_together(folder: Path, group: Group) -> Source:
+    """The checkpoint, opened by each rank.
+
+    Raises:
+        CheckpointError: a rank cannot open it, or sees another one.
+    """
+    opened: list[Source] = []
+
+    def open_it() -> int:
+        opened.append(open_source(folder))
+        manifest = opened[0].manifest
+        return 0 if manifest is None else checksum(manifest.to_bytes())
+
+    digests = together(group, open_it)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise CheckpointError(
+                f"rank {group.ranks[rank]} sees another checkpoint under {folder.absolute()} than "
+                f"rank {group.ranks[0]}: load from storage that all ranks share"
+            )
+    return opened[0]
+
+
+class _Targets:
+    """What this rank reads of one checkpoint, and where it goes."""
+
+    def __init__(self, source: Source, named: Named) -> None:
+        self._source = source
+        self._named = named
+        self.keys: list[str] = []
+        self.ranges: list[Range] = []
+        self._objects: dict[str, Any] = {}
+        self._optimizers: list[OptimizerStates] = []
+        # Tensors that are written back when all is read.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._extra_states: list[tuple[nn.Module, Any]] = []
+        self._extra_keys = [] if source.manifest is None else source.manifest.extras
+        self._rng_key: str | None = None
+
+    def plan(self) -> None:
+        """Look everything up; nothing is changed yet.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or other optimizers.
+        """
+        names = Names(self._source, self._named)
+        for model in self._named.models.values():
+            for unit in model.engine.units:
+                for piece in unit.layout.pieces(unit.shard_rank):
+                    self._add(names, model, range_of_values(model, unit, piece))
+            for name, tensor in alike_in(model).items():
+                self._add(names, model, whole_tensor(name, tensor))
+            for name, module in extra_states_of(model):
+                self._plan_extra_state(names.of_tensor(model, name), module, names)
+        for optimizer in self._named.optimizers.values():
+            states = OptimizerStates(self._named, optimizer, names)
+            self._optimizers.append(states)
+            self.ranges += states.ranges
+            self.keys += states.keys
+        self.keys += self._extra_keys
+        self._plan_random_states(names)
+
+    def _add(self, names: Names, model: NamedModel, one: Range) -> None:
+        self.ranges.append(replace(one, key=names.of_tensor(model, one.key)))
+
+    def _plan_extra_state(self, key: str, module: nn.Module, names: Names) -> None:
+        stored = names.stored(key)
+        if isinstance(stored, TensorStorageMetadata):
+            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            self.ranges.append(whole_tensor(key, value))
+            self._extra_states.append((module, value))
+        elif stored is not None:
+            self.keys.append(key)
+            self._extra_states.append((module, key))
+
+    def _plan_random_states(self, names: Names) -> None:
+        """Those of this rank; of the first one where there was no such rank."""
+        if self._source.manifest is None or not self._named.optimizers:
+            return
+        rank = self._named.group.rank
+        saved = rank if rank < self._source.manifest.world_size else 0
+        self._rng_key = f"onecopy.rng.{saved}"
+        self.keys.append(self._rng_key)
+
+    def read(self, keys: list[str], ranges: list[Range]) -> None:
+        """Read objects, and tensors into their places; all ranks together.
+
+        Raises:
+            CheckpointError: on all ranks where it fails on one.
+        """
+        planner = LoadRanges(ranges, keys, str(self._source.path))
+        for model in self._named.models.values():
+            for unit in model.engine.units if ranges else ():
+                unit.join_master()
+        with errors_of_ranks(self._named.group):
+            dcp.load(
+                {},
+                storage_reader=self._source.reader,
+                planner=planner,
+                process_group=self._named.group.process_group,
+            )
+        self._data = planner.objects
+
+    def take_objects(self) -> None:
+        """What was read as bytes becomes objects.
+
+        Raises:
+            CheckpointError: it is no plain data, or does not fit.
+        """
+        where = self._source.path
+        self._objects = {
+            key: load_object(f"{key} in {where}", data) for key, data in self._data.items()
+        }
+        for states in self._optimizers:
+            states.take_objects(self._objects)
+
+    def finish(self) -> None:
+        """All is read: let models, optimizers and counters continue with it."""
+        for model in self._named.models.values():
+            for unit in model.engine.units:
+                unit.note_update()
+            model.engine.refresh(model.engine.units)
+            for unit in model.engine.units:
+                if unit.releases:
+                    unit.split_master()
+        for module, value in self._extra_states:
+            module.set_extra_state(self._objects[value] if isinstance(value, str) else value)
+        for states in self._optimizers:
+            states.finish()
+        if self._source.manifest is not None:
+            self._restore_counters(self._source.manifest)
+
+    def _restore_counters(self, manifest: Manifest) -> None:
+        for name, optimizer in self._named.optimizers.items():
+            if name in manifest.optimizers:
+                optimizer.binding.num_steps = manifest.optimizers[name]["num_steps"]
+        if not self._named.optimizers:
+            return
+        for name, model in self._named.models.items():
+            restore_counters(model.module, manifest.models.get(name, {}))
+        if self._rng_key is not None:
+            rank = self._named.group.rank
+            number = rank if rank >= manifest.world_size else 0
+            restore_random_states(self._objects[self._rng_key], number)
+
+    def loaded(self) -> Loaded:
+        """What the caller is told."""
+        manifest, path = self._source.manifest, self._source.path
+        if manifest is None:
+            return Loaded(step=0, extra=None, extras=[], world_size=0, path=path)
+        extras = [self._objects[key] for key in self._extra_keys]
+        rank = self._named.group.rank
+        return Loaded(
+            step=manifest.step,
+            extra=extras[rank] if rank < len(extras) else extras[0],
+            extras=extras,
+            world_size=manifest.world_size,
+            path=path,
+        )

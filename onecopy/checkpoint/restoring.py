@@ -1,0 +1,164 @@
+"""What a checkpoint has for one optimizer, brought into the optimizer.
+
+States are loaded into new tensors, as they were saved, and given to the optimizer through its own
+`load_state_dict`, so that hooks and optimizers that do more there see what they always see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
+from onecopy.core.optimizer_state import TAG, tag_of
+from onecopy.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from onecopy.checkpoint.matching import Names
+    from onecopy.checkpoint.states import Named, NamedOptimizer
+    from onecopy.core.unit import Unit
+
+__all__ = ["OptimizerStates"]
+
+
+class OptimizerStates:
+    """One optimizer while it is loaded.
+
+    Attributes:
+        ranges: memory to read this rank's states into.
+        keys: of what is read as objects: settings of groups, states that are no tensors.
+    """
+
+    def __init__(self, named: Named, optimizer: NamedOptimizer, names: Names) -> None:
+        self._binding = optimizer.binding
+        self._names_of = lambda parameter: names.stored_names(named, parameter)
+        self._where = str(names.where)
+        self._settings = names.settings_of(names.prefix_of(optimizer))
+        self.ranges: list[Range] = []
+        self.keys: list[str] = []
+        # By number of the piece, by name: a tensor, or the key of an object.
+        self._states: list[dict[str, Any]] = []
+        self._objects: list[tuple[dict[str, Any], str, str]] = []
+        self._saved_groups: dict[str, dict[str, Any]] = {}
+        self._chosen: list[dict[str, Any]] = []
+        self._load_settings(names)
+        self._load_states(names.states_of(named, optimizer), names)
+
+    def _read(self, into: dict[str, Any], name: str, key: str, names: Names) -> None:
+        """Read something whole."""
+        stored = names.stored(key)
+        if isinstance(stored, TensorStorageMetadata):
+            into[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            self.ranges.append(whole_tensor(key, into[name]))
+        else:
+            self._objects.append((into, name, key))
+            self.keys.append(key)
+
+    def _load_settings(self, names: Names) -> None:
+        for group, keys in self._settings.items():
+            settings = self._saved_groups[group] = {}
+            for name, key in keys.items():
+                self._read(settings, name, key, names)
+
+    def _load_states(self, found: dict[int, dict[str, str]], names: Names) -> None:
+        for parameter in (one for group in self._binding.parameters for one in group):
+            piece = self._binding.find_piece(parameter)
+            if piece is None:
+                continue
+            unit, index = piece
+            state: dict[str, Any] = {}
+            self._states.append(state)
+            for name, key in found.get(id(parameter), {}).items():
+                stored = names.stored(key)
+                is_tensor = isinstance(stored, TensorStorageMetadata)
+                if is_tensor and _is_like(parameter, stored, name):
+                    state[name] = self._piece_of(unit, index, key, stored.properties.dtype)
+                else:
+                    self._read(state, name, key, names)
+
+    def _piece_of(self, unit: Unit, index: int, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a state that has a value for each element of the piece."""
+        place, parameter = unit.place_of(index), unit.parameters[index]
+        flat = torch.empty(place.numel, dtype=dtype, device=unit.flat.device)
+        self.ranges.append(
+            Range(
+                key,
+                tuple(parameter.shape),
+                dtype,
+                place.offset,
+                place.numel,
+                lambda start, stop: flat[start:stop],
+                memory_order(parameter),
+            )
+        )
+        return unit.as_piece(index, flat)
+
+    def take_objects(self, objects: Mapping[str, Any]) -> None:
+        """The objects are read, tensors not yet: find the settings of each group.
+
+        Raises:
+            CheckpointError: the groups are others than those that were saved.
+        """
+        for into, name, key in self._objects:
+            into[name] = objects[key]
+        self._chosen = [self._group_of(parameters) for parameters in self._binding.parameters]
+
+    def finish(self) -> None:
+        """All is read: give it to the optimizer."""
+        optimizer = self._binding.optimizer
+        groups, number = [], 0
+        for own, saved in zip(optimizer.param_groups, self._chosen, strict=True):
+            count = len(own["params"])
+            settings = {name: value for name, value in saved.items() if name != "params"}
+            groups.append({**own, **settings, "params": list(range(number, number + count))})
+            number += count
+        states = enumerate(self._states)
+        state_dict = {
+            "state": {place: dict(state) for place, state in states if state},
+            "param_groups": groups,
+            TAG: tag_of(self._binding),
+        }
+        optimizer.load_state_dict(state_dict)
+        self._keep_dtypes()
+
+    def _keep_dtypes(self) -> None:
+        """torch casts states to the dtype of their parameter; they continue as they were saved."""
+        pieces = [
+            piece for group in self._binding.optimizer.param_groups for piece in group["params"]
+        ]
+        for piece, state in zip(pieces, self._states, strict=True):
+            own = self._binding.optimizer.state.get(piece, {})
+            for name, value in state.items():
+                if type(own.get(name)) is torch.Tensor and own[name].dtype != value.dtype:
+                    own[name] = value.to(own[name].device)
+
+    def _group_of(self, parameters: list[Any]) -> dict[str, Any]:
+        """The saved settings of the group with the same parameters."""
+        accepted = [self._names_of(parameter) for parameter in parameters]
+        numbers = {name: number for number, names in enumerate(accepted) for name in names}
+        for settings in self._saved_groups.values():
+            saved = settings.get("params")
+            if isinstance(saved, list) and len(saved) == len(parameters):
+                if {numbers.get(name) for name in saved} == set(range(len(parameters))):
+                    return settings
+        for group, settings in self._saved_groups.items():
+            # Where settings were saved for each parameter.
+            if group in numbers and "params" not in settings:
+                return settings
+        counts = [len(one.get("params", ())) for one in self._saved_groups.values()]
+        first = accepted[0][0] if accepted else "none"
+        raise CheckpointError(
+            f"{self._where}: no group of the saved optimizer has the {len(parameters)} parameters "
+            f"of this group (the first is {first}); the saved groups have {counts} parameters. "
+            "Make the optimizer with the groups that it had, or load the model alone: "
+            "load(root, model)"
+        )
+
+
+def _is_like(parameter: torch.Tensor, stored: TensorStorageMetadata, name: str) -> bool:
+    """Whether a stored state has a value for each element of its parameter."""
+    return stored.size == parameter.shape and (bool(stored.size) or name != "step")

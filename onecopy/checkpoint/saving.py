@@ -1,0 +1,296 @@
+"""save(): one checkpoint of everything, written by all ranks together."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import onecopy
+from onecopy.checkpoint.counters import counters_of
+from onecopy.checkpoint.files import Writer
+from onecopy.checkpoint.folder import discard, prepare_new, publish, remove_old
+from onecopy.checkpoint.manifest import Manifest, checksum
+from onecopy.checkpoint.plan import SaveRanges
+from onecopy.checkpoint.random_states import random_states
+from onecopy.checkpoint.states import Models, Named, Optimizers, States, name_all, settle, states_of
+from onecopy.checkpoint.together import errors_of_ranks, together
+from onecopy.checkpoint.unpickle import load_object
+from onecopy.comm.groups import Group
+from onecopy.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Job", "prepare", "save"]
+
+# A shared file system may show other ranks a new folder a moment later.
+SEEN_AFTER = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint that is to be written.
+
+    objects: by key the bytes that this rank writes, beside the ranges of its states.
+    keep, keep_every: see `save`.
+    """
+
+    root: Path
+    step: int
+    states: States
+    objects: dict[str, bytes]
+    manifest: Manifest
+    keep: int | None
+    keep_every: int | None
+
+    def write(self, group: Group) -> Path:
+        """Write it; all ranks of the group do so together. Returns its folder.
+
+        Raises:
+            CheckpointError: on all ranks where it fails on one.
+        """
+        new = _make_folder(self.root, self.step, group)
+        writer = Writer(new, self.manifest)
+        planner = SaveRanges(self.states.ranges, self.objects, self.states.paths)
+        try:
+            with errors_of_ranks(group):
+                dcp.save(
+                    {},
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=group.process_group,
+                )
+        except CheckpointError:
+            if group.rank == 0:
+                discard(new)
+            raise
+        return together(group, lambda: self._publish(new) if group.rank == 0 else new)[0]
+
+    def _publish(self, new: Path) -> Path:
+        folder = publish(new, self.step)
+        remove_old(self.root, self.step, self.keep, self.keep_every)
+        return folder
+
+
+def save(
+    root: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Write a checkpoint that loads on any number of ranks, at any stage, with any units.
+
+    It holds parameters (in master precision), persistent buffers, optimizer states and groups,
+    counters, loss scales, the random states of each rank, and `extra`. All ranks must call it
+    together, after `optimizer.step()`: gradients are not saved. When it returns, the checkpoint is
+    complete on the disk and `root/latest` names it; until then, whatever happens, the one before
+    stays as it is.
+
+    Args:
+        root: a folder on storage that all ranks share; the checkpoint becomes
+            `root/step-<step>`, and replaces one of the same step.
+        model: the sharded model; several as a list or a dict of names.
+        optimizer: the attached optimizer, or several likewise; without it only the model is saved.
+        step: its number; by default the number of steps that the first optimizer has made.
+        extra: anything else that is to be resumed (schedulers, scalers, the place in the data):
+            tensors, numbers, strings, and lists, tuples and dicts of these. Ranks may have
+            different ones.
+        keep: how many checkpoints to keep, this one included; None keeps all.
+        keep_every: checkpoints whose step is a multiple of this are kept beside them.
+
+    Returns:
+        the checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written (disk full, no permission, storage that ranks do
+            not share), on all ranks; or `extra` holds what could not be read back.
+        ShardingError: a model is not sharded, or an optimizer not attached.
+
+    Source: torch.distributed.checkpoint's format, with logical coordinates (see docs/design.md).
+    """
+    named, job = prepare(
+        root, model, optimizer, step=step, extra=extra, keep=keep, keep_every=keep_every
+    )
+    begin = time.perf_counter()
+    folder = job.write(named.group)
+    for one in named.models.values():
+        one.engine.events.emit(
+            "save", num_bytes=job.states.num_bytes, seconds=time.perf_counter() - begin
+        )
+    return folder
+
+
+def prepare(
+    root: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers,
+    *,
+    step: int | None,
+    extra: Any,
+    keep: int | None,
+    keep_every: int | None,
+) -> tuple[Named, Job]:
+    """Check the arguments and collect what this rank saves, without copying tensors.
+
+    Raises: see `save`.
+    """
+    for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"save({name}={value}): give {least} or more")
+    named = name_all(model, optimizer)
+    settle(named)
+    if step is None:
+        steps = [one.binding.num_steps for one in named.optimizers.values()]
+        step = steps[0] if steps else 0
+    group, own_extra = named.group, _packed("extra", extra)
+    everyone = together(group, lambda: (step, str(root), checksum(own_extra)))
+    for rank, theirs in enumerate(everyone):
+        if theirs[:2] != everyone[0][:2]:
+            raise CheckpointError(
+                f"ranks want to save different checkpoints: rank {group.ranks[0]} step "
+                f"{everyone[0][0]} to {everyone[0][1]}, rank {group.ranks[rank]} step {theirs[0]} "
+                f"to {theirs[1]}. Pass the same root and step on all ranks"
+            )
+    states = states_of(named)
+    objects = {key: _packed(key, value) for key, value in states.objects.items()}
+    objects[f"onecopy.rng.{group.rank}"] = _packed("random states", random_states())
+    is_alike = len({one[2] for one in everyone}) == 1
+    extras = [f"onecopy.extra.{rank}" for rank in range(1 if is_alike else group.size)]
+    if group.rank < len(extras):
+        objects[extras[group.rank]] = own_extra
+    states.paths |= {key: (key,) for key in objects if key not in states.paths}
+    manifest = _manifest(named, step, extras, states.aliases)
+    return named, Job(Path(root), step, states, objects, manifest, keep, keep_every)
+
+
+def _packed(what: str, value: Any) -> bytes:
+    """What torch.save makes of it.
+
+    Raises:
+        CheckpointError: it could not be read back as plain data; names the place within it.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        data = stream.getvalue()
+        load_object(what, data)
+    # Pickling fails in as many ways as there are types.
+    except Exception as error:
+        place = _place_of_trouble(what, value)
+        raise CheckpointError(
+            f"{place} cannot be saved so that it is read back without running code ({error}). Save "
+            "its state_dict(), or plain values"
+        ) from error
+    return data
+
+
+def _place_of_trouble(what: str, value: Any) -> str:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            try:
+                _packed(f"{what}[{key!r}]", one)
+            except CheckpointError:
+                return _place_of_trouble(f"{what}[{key!r}]", one)
+    return f"{what} ({type(value).__name__})"
+
+
+def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str]) -> Manifest:
+    return Manifest(
+        step=step,
+        time=time.time(),
+        version=onecopy.__version__,
+        torch_version=torch.__version__,
+        world_size=named.group.size,
+        models={
+            name: {
+                "kind": type(one.module).__name__,
+                "stage": one.engine.config.stage,
+                "num_parameters": sum(
+                    parameter.numel() for unit in one.engine.units for parameter in unit.parameters
+                ),
+                "dtypes": sorted(
+                    {
+                        f"{unit.dtypes.compute} computed, {unit.dtypes.master} kept".replace(
+                            "torch.", ""
+                        )
+                        for unit in one.engine.units
+                    }
+                ),
+                **counters_of(one.module),
+            }
+            for name, one in named.models.items()
+        },
+        optimizers={
+            name: {
+                "kind": type(one.binding.optimizer).__name__,
+                "num_steps": one.binding.num_steps,
+            }
+            for name, one in named.optimizers.items()
+        },
+        aliases=aliases,
+        configs={
+            name: found
+            for name, one in named.models.items()
+            if (found := _config_files(one.module))
+        },
+        extras=extras,
+    )
+
+
+def _config_files(model: nn.Module) -> dict[str, str]:
+    """Hugging Face's configuration files, for models that have them, so that exports do too."""
+    files = {}
+    for attribute, file in (
+        ("config", "config.json"),
+        ("generation_config", "generation_config.json"),
+    ):
+        to_json: Callable[[], str] | None = getattr(
+            getattr(model, attribute, None), "to_json_string", None
+        )
+        if callable(to_json):
+            files[file] = to_json()
+    return files
+
+
+def _make_folder(root: Path, step: int, group: Group) -> Path:
+    """The folder to write into, made by the first rank and seen by all.
+
+    Raises:
+        CheckpointError: it cannot be made, or a rank does not see it.
+    """
+    made: list[Path | None] = together(
+        group, lambda: prepare_new(root, step) if group.rank == 0 else None
+    )
+    new = made[0]
+    assert new is not None, "the first rank has made it or raised"
+
+    def look() -> None:
+        deadline = time.monotonic() + SEEN_AFTER
+        while not new.is_dir():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{root.absolute()} is not the folder that rank {group.ranks[0]} sees under "
+                    "this name: its new checkpoint is not there. Give a folder on storage that all "
+                    "ranks share (NFS, Lustre, a mounted bucket)"
+                )
+            time.sleep(0.05)
+
+    try:
+        together(group, look)
+    except CheckpointError:
+        if group.rank == 0:
+            discard(new)
+        raise
+    return new

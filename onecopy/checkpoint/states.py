@@ -1,0 +1,359 @@
+"""What one rank saves of sharded models and their optimizers, in the coordinates of checkpoints.
+
+    <parameter or buffer>                            its values, in master precision
+    optimizer.state.<parameter>.<state>              what the optimizer keeps for a parameter
+    optimizer.param_groups.<number>.<setting>        settings of a group; "params" are names
+    onecopy.rng.<rank>, onecopy.extra.<rank>         random states, and what the caller adds
+
+Names are those that the plain model's state_dict() has, and those that
+torch.distributed.checkpoint.state_dict gives to optimizers. With several models each name begins
+with the model's, with several optimizers `optimizer.<name>.` takes the place of `optimizer.`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onecopy import handle
+from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
+from onecopy.comm.groups import host_group
+from onecopy.core.pretrained import persistent_tensors
+from onecopy.errors import CheckpointError, ShardingError
+
+if TYPE_CHECKING:
+    from onecopy.comm.groups import Group
+    from onecopy.core.engine import Engine
+    from onecopy.core.layout import Piece
+    from onecopy.core.optimizer import Binding
+    from onecopy.core.unit import Unit
+
+__all__ = [
+    "GROUPS",
+    "STATE",
+    "Models",
+    "Named",
+    "NamedModel",
+    "NamedOptimizer",
+    "Optimizers",
+    "Path",
+    "States",
+    "alike_in",
+    "extra_states_of",
+    "key_of",
+    "name_all",
+    "range_of_values",
+    "settle",
+    "states_of",
+]
+
+# The keys that lead to something in a nested state dict.
+Path = tuple[str | int, ...]
+# Under the optimizer's name: what it keeps for parameters, and the settings of its groups.
+STATE, GROUPS = "state", "param_groups"
+# What torch puts into the names of modules that it wraps.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def key_of(path: Path) -> str:
+    """The key of something that has its place in a nested state dict."""
+    return ".".join(map(str, path))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers of torch.compile and activation checkpointing."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A sharded model and how a checkpoint calls its tensors.
+
+    prefix: of all its names: "" or "<name>.".
+    names: by id of a parameter or buffer its names, the first is the one it is stored under.
+    """
+
+    prefix: str
+    module: nn.Module
+    engine: Engine
+    names: dict[int, list[str]]
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The first name."""
+        return self.names[id(tensor)][0]
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An attached optimizer; path: the nested keys of what it saves, `optimizer` or with a name."""
+
+    path: Path
+    binding: Binding
+
+
+@dataclass(frozen=True)
+class Named:
+    """Everything that one call saves or loads."""
+
+    models: dict[str, NamedModel]
+    optimizers: dict[str, NamedOptimizer]
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the work; a process group of its own, made at the first use."""
+        owner = handle.of(next(iter(self.models.values())).module)
+        if owner.checkpoint_group is None:
+            owner.checkpoint_group = host_group(owner.engine.collectives.groups.world)
+        found: Group = owner.checkpoint_group
+        return found
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The first name of a parameter of any of the models."""
+        for model in self.models.values():
+            if id(parameter) in model.names:
+                return model.name_of(parameter)
+        raise CheckpointError("an optimizer has parameters of a model that was not passed")
+
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = (
+    torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Mapping[str, torch.optim.Optimizer]
+    | None
+)
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    """One thing without a name, several with their names or numbers."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {str(name): one for name, one in given.items()}
+    if isinstance(given, list | tuple):
+        return {str(number): one for number, one in enumerate(given)}
+    return {"": given}
+
+
+def name_all(model: Models, optimizer: Optimizers) -> Named:
+    """Look up what was passed, and give names.
+
+    Raises:
+        ShardingError: a model is not sharded, an optimizer is not attached to one of them, or has
+            parameters of another model.
+    """
+    models = {name: _named_model(name, one) for name, one in _by_name(model).items()}
+    if not models:
+        raise ShardingError("no model was passed: there is nothing to save or load")
+    worlds = {one.engine.collectives.groups.world.ranks for one in models.values()}
+    if len(worlds) > 1:
+        raise ShardingError("the models are sharded over different ranks: save each on its own")
+    bindings = {
+        id(binding.optimizer): binding
+        for one in models.values()
+        for binding in handle.of(one.module).bindings
+    }
+    engines = [one.engine for one in models.values()]
+    optimizers = {}
+    for name, one in _by_name(optimizer).items():
+        binding = bindings.get(id(one))
+        if binding is None:
+            raise ShardingError(
+                f"this {type(one).__name__} is attached to none of the models: pass the optimizer "
+                "that was given to onecopy.shard(model, optimizer), itself and not a wrapper of it"
+            )
+        if any(engine not in engines for engine, _ in binding.engines):
+            raise ShardingError(
+                f"the {type(one).__name__} has parameters of another sharded model too: pass all "
+                "its models, as a list or a dict"
+            )
+        binding.adopt_new_groups()
+        optimizers[name] = NamedOptimizer(("optimizer", *([name] if name else [])), binding)
+    return Named(models, optimizers)
+
+
+def _named_model(name: str, model: nn.Module) -> NamedModel:
+    engine: Engine = handle.of(model).engine
+    if engine.is_held:
+        raise ShardingError(
+            "checkpoints inside full_parameters: what is changed there reaches the masters at the "
+            "end of the block. Save and load outside of it"
+        )
+    module, prefix = handle.inner(model), f"{name}." if name else ""
+    names: dict[int, list[str]] = {}
+    for full_name, tensor in persistent_tensors(module):
+        names.setdefault(id(tensor), []).append(prefix + plain_name(full_name))
+    return NamedModel(prefix, module, engine, names)
+
+
+def settle(named: Named) -> None:
+    """Bring models to rest, between two steps, with all changes in the masters."""
+    for one in named.models.values():
+        handle.of(one.module).backward.flush()
+        one.engine.recover()
+        one.engine.check_parameters()
+        one.engine.rest()
+
+
+@dataclass
+class States:
+    """What this rank saves.
+
+    objects: by key, what goes through torch.save.
+    paths: by key of anything, its keys in a nested state dict.
+    aliases: further names of tensors, and the first one.
+    """
+
+    ranges: list[Range] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def add(self, path: Path, value: Any) -> None:
+        """Something that one rank saves whole."""
+        key = key_of(path)
+        self.paths[key] = path
+        if type(value) is torch.Tensor:
+            self.ranges.append(whole_tensor(key, value))
+        else:
+            self.objects[key] = value
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors."""
+        return sum(one.numel * one.dtype.itemsize for one in self.ranges)
+
+
+def states_of(named: Named) -> States:
+    """This rank's part of everything; ranks that hold the same slice have a part of it each."""
+    states = States()
+    is_first = named.group.rank == 0
+    for model in named.models.values():
+        for unit in model.engine.units:
+            for piece in unit.pieces_of_replica():
+                values = range_of_values(model, unit, piece)
+                states.ranges.append(values)
+                states.paths[values.key] = (values.key,)
+        for names in model.names.values():
+            states.aliases |= dict.fromkeys(names[1:], names[0])
+        if is_first:
+            _add_what_is_alike(model, states)
+    for optimizer in named.optimizers.values():
+        _add_optimizer(named, optimizer, states)
+        if is_first:
+            _add_groups(named, optimizer, states)
+    return states
+
+
+def range_of_values(model: NamedModel, unit: Unit, piece: Piece) -> Range:
+    """A piece's values, in this rank's slice of the masters."""
+    parameter = unit.parameters[piece.index]
+    name = model.name_of(parameter)
+    return Range(
+        name,
+        tuple(parameter.shape),
+        unit.dtypes.master,
+        piece.offset,
+        piece.numel,
+        lambda start, stop: unit.master_part(piece.start + start, piece.start + stop),
+        memory_order(parameter),
+    )
+
+
+def alike_in(model: NamedModel) -> dict[str, torch.Tensor]:
+    """What every rank has whole: persistent buffers, and parameters without elements."""
+    return {
+        model.name_of(tensor): tensor
+        for _, tensor in persistent_tensors(model.module)
+        if not isinstance(tensor, nn.Parameter) or not tensor.numel()
+    }
+
+
+def extra_states_of(model: NamedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that add something of their own to a state_dict, by the key it has there."""
+    for path, module in model.module.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = f"{path}._extra_state" if path else "_extra_state"
+            yield model.prefix + plain_name(name), module
+
+
+def _add_what_is_alike(model: NamedModel, states: States) -> None:
+    """As the first rank has it."""
+    for name, tensor in alike_in(model).items():
+        states.add((name,), tensor.detach())
+    for name, module in extra_states_of(model):
+        states.add((name,), module.get_extra_state())
+
+
+# Optimizers -----------------------------------------------------------------------------------
+
+
+def is_cut_state(unit: Unit, index: int, value: Any) -> bool:
+    """Whether a state has a value for each element of the piece, so that ranges of it make sense."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or not value.dim():
+        return False
+    if unit.layout.is_whole:
+        return bool(value.shape == unit.parameters[index].shape)
+    return value.shape == (unit.place_of(index).numel,)
+
+
+def _add_optimizer(named: Named, optimizer: NamedOptimizer, states: States) -> None:
+    binding = optimizer.binding
+    parts = {
+        unit: {piece.index: piece for piece in unit.pieces_of_replica()} for unit in binding.units
+    }
+    for parameter in (one for group in binding.parameters for one in group):
+        found = binding.find_piece(parameter)
+        if found is None or found[1] not in parts[found[0]]:
+            continue
+        unit, index = found
+        state = binding.optimizer.state.get(unit.pieces[index])
+        if state:
+            path = (*optimizer.path, STATE, named.name_of(parameter))
+            _add_state(path, state, unit, parts[unit][index], states)
+
+
+def _add_state(path: Path, state: dict[str, Any], unit: Unit, piece: Piece, states: States) -> None:
+    """What is kept for one parameter: ranges of what is like it, the rest by whom has its start."""
+    index = piece.index
+    skipped = piece.offset - unit.place_of(index).offset
+    for name, value in state.items():
+        full_path = (*path, str(name))
+        states.paths[key_of(full_path)] = full_path
+        if is_cut_state(unit, index, value):
+            flat = unit.from_piece(index, value.detach())
+            states.ranges.append(
+                Range(
+                    key_of(full_path),
+                    tuple(unit.parameters[index].shape),
+                    value.dtype,
+                    piece.offset,
+                    piece.numel,
+                    partial(_between, flat, skipped),
+                    memory_order(unit.parameters[index]),
+                )
+            )
+        elif not piece.offset:
+            states.add(full_path, value)
+
+
+def _between(flat: torch.Tensor, skipped: int, start: int, stop: int) -> torch.Tensor:
+    return flat[skipped + start : skipped + stop]
+
+
+def _add_groups(named: Named, optimizer: NamedOptimizer, states: States) -> None:
+    """The param_groups, with names in the place of parameters."""
+    binding = optimizer.binding
+    groups = binding.optimizer.param_groups
+    for number, (group, parameters) in enumerate(zip(groups, binding.parameters, strict=True)):
+        settings = {key: value for key, value in group.items() if key != "param_names"}
+        settings["params"] = [named.name_of(parameter) for parameter in parameters]
+        for key, value in settings.items():
+            states.add((*optimizer.path, GROUPS, number, str(key)), value)
