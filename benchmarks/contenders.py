@@ -56,12 +56,15 @@ class Setting:
 class Contender:
     """One way to train.
 
+    model, optimizer: as the way's own tools for checkpoints take them.
     forward: the loss of a batch of tokens.
     step: after backward, the update; zero_grad follows it.
     settle: wait for transfers that the last step has left under way.
     """
 
     name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     forward: Callable[[Tensor], Tensor]
     step: Callable[[], object]
     zero_grad: Callable[[], object]
@@ -128,6 +131,8 @@ def _floor(name: str, model: nn.Module, setting: Setting) -> Contender:
     nothing: Callable[[], object] = lambda: None  # noqa: E731
     return Contender(
         name=name,
+        model=model,
+        optimizer=optimizer,
         forward=model,
         step=nothing if name == "compute" else step,
         zero_grad=zero_grad,
@@ -150,7 +155,14 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
             loss: Tensor = wrapped(tokens)
         return loss
 
-    return Contender(name=name, forward=forward, step=optimizer.step, zero_grad=optimizer.zero_grad)
+    return Contender(
+        name=name,
+        model=model,
+        optimizer=optimizer,
+        forward=forward,
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+    )
 
 
 def _fsdp2(model: GPT, setting: Setting) -> Contender:
@@ -163,7 +175,12 @@ def _fsdp2(model: GPT, setting: Setting) -> Contender:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = _adamw(list(model.parameters()))
     return Contender(
-        name="fsdp2", forward=model, step=optimizer.step, zero_grad=optimizer.zero_grad
+        name="fsdp2",
+        model=model,
+        optimizer=optimizer,
+        forward=model,
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
     )
 
 
@@ -180,6 +197,8 @@ def _onecopy(name: str, model: nn.Module, setting: Setting) -> Contender:
 
     return Contender(
         name=name,
+        model=model,
+        optimizer=optimizer,
         forward=model,
         step=optimizer.step,
         zero_grad=optimizer.zero_grad,

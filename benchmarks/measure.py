@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,18 @@ from benchmarks.model import SIZES, batch
 from onecopy.memory.buffers import reuse_freed_blocks
 from tests.live_tensors import LiveTensors
 
-__all__ = ["Memory", "Plan", "Steps", "measure_memory", "take_turns", "take_turns_alone"]
+__all__ = [
+    "Alone",
+    "Memory",
+    "Plan",
+    "Steps",
+    "measure_memory",
+    "reset_peak",
+    "resident",
+    "take_turns",
+    "take_turns_alone",
+    "train_step",
+]
 
 TURN_TIMEOUT = timedelta(hours=2)
 MEMORY_STEPS = 3
@@ -87,28 +100,47 @@ def take_turns_alone(names: tuple[str, ...], setting: Setting, plan: Plan) -> di
     Launched in `nproc` processes for each of `names`. So the contenders share no allocator, whose
     settings and free blocks one would inherit from another.
     """
-    place, rank = divmod(int(os.environ["RANK"]), setting.nproc)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=TURN_TIMEOUT)
-    own = dist.PrefixStore(f"contender/{place}", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=setting.nproc)
-    contender = build(names[place], setting)
+    alone = Alone(names, setting.nproc)
+    contender = build(alone.name, setting)
     steps = Steps()
     for number in range(plan.warm_rounds + plan.rounds):
-        turn = number * len(names) + place
-        if turn:
-            store.wait([f"turn/{turn}"], TURN_TIMEOUT)
-        _turn(contender, setting, plan, number, steps)
-        if rank == 0:
-            store.set(f"turn/{turn + 1}", "")
+        with alone.turn(number):
+            _turn(contender, setting, plan, number, steps)
     dist.destroy_process_group()
     return {contender.name: steps}
+
+
+class Alone:
+    """This process's contender, in a group with its own kind; `nproc` processes for each name.
+
+    name: which contender this process is.
+    """
+
+    def __init__(self, names: tuple[str, ...], nproc: int) -> None:
+        self._place, self._rank = divmod(int(os.environ["RANK"]), nproc)
+        self._count = len(names)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = dist.TCPStore(host, port, is_master=False, timeout=TURN_TIMEOUT)
+        own = dist.PrefixStore(f"contender/{self._place}", self._store)
+        dist.init_process_group("gloo", store=own, rank=self._rank, world_size=nproc)
+        self.name = names[self._place]
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Round `number` of this contender: the others sleep until the body has ended."""
+        turn = number * self._count + self._place
+        if turn:
+            self._store.wait([f"turn/{turn}"], TURN_TIMEOUT)
+        yield
+        dist.barrier()
+        if self._rank == 0:
+            self._store.set(f"turn/{turn + 1}", "")
 
 
 def _turn(contender: Contender, setting: Setting, plan: Plan, number: int, into: Steps) -> None:
     first = number * (plan.timed + 1)
     for step in range(first, first + plan.timed + 1):
-        seconds, loss = _step(contender, setting, step)
+        seconds, loss = train_step(contender, setting, step)
         into.losses.append(loss)
         if number >= plan.warm_rounds and step > first:
             into.forward.append(seconds[0])
@@ -119,7 +151,7 @@ def _turn(contender: Contender, setting: Setting, plan: Plan, number: int, into:
     dist.barrier()
 
 
-def _step(
+def train_step(
     contender: Contender, setting: Setting, number: int
 ) -> tuple[tuple[float, float, float, float], float]:
     """Seconds of forward, of backward, of the update with zero_grad, of CPU; and the loss."""
@@ -152,7 +184,7 @@ def measure_memory(name: str, setting: Setting, track: bool, same_allocator: boo
     dist.barrier()
     if same_allocator:
         reuse_freed_blocks()
-    base = _resident("VmRSS")
+    base = resident("VmRSS")
     if track:
         with LiveTensors() as live:
             contender = build(name, setting)
@@ -162,19 +194,25 @@ def measure_memory(name: str, setting: Setting, track: bool, same_allocator: boo
         return Memory(base=base, life=0, steady=0, live=live.peak_bytes)
     contender = build(name, setting)
     _run(contender, setting, 0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    reset_peak()
     _run(contender, setting, MEMORY_STEPS)
     life = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Memory(base=base, life=life, steady=_resident("VmHWM"))
+    return Memory(base=base, life=life, steady=resident("VmHWM"))
 
 
 def _run(contender: Contender, setting: Setting, first: int) -> None:
     for number in range(first, first + MEMORY_STEPS):
-        _step(contender, setting, number)
+        train_step(contender, setting, number)
     contender.settle()
 
 
-def _resident(field_name: str) -> int:
+def reset_peak() -> None:
+    """From now on VmHWM is the most that was resident since this call."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(field_name: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field_name}:"):
             return int(line.split()[1]) * 1024

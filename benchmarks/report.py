@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +17,7 @@ from rich.table import Table
 from benchmarks.contenders import FLOORS, floor_of
 from benchmarks.measure import Memory, Steps
 
-__all__ = ["Column", "deviations", "markdown", "memory_rows", "print_rows", "time_rows"]
+__all__ = ["Column", "deviations", "machine", "memory_rows", "show", "time_rows"]
 
 Row = dict[str, Any]
 
@@ -146,9 +149,21 @@ def deviations(results: Mapping[str, Sequence[Steps]]) -> dict[str, float]:
     }
 
 
-def print_rows(console: Console, title: str, columns: Sequence[Column], rows: list[Row]) -> None:
-    """A table for people; columns without a single value are left out."""
-    shown = _shown(columns, rows)
+def machine() -> dict[str, Any]:
+    """Where the numbers come from, and how busy it was."""
+    return {
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def show(
+    console: Console, title: str, columns: Sequence[Column], rows: list[Row], in_markdown: bool
+) -> None:
+    """A table for people, in Markdown too if asked for; columns without a value are left out."""
+    shown = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
     console.print(title, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in shown:
@@ -157,16 +172,12 @@ def print_rows(console: Console, title: str, columns: Sequence[Column], rows: li
     for row in rows:
         table.add_row(*(column.cell(row) for column in shown))
     console.print(table)
+    if in_markdown:
+        console.print(_markdown(shown, rows), soft_wrap=True, highlight=False)
 
 
-def markdown(columns: Sequence[Column], rows: list[Row]) -> str:
-    """The same table in Markdown."""
-    shown = _shown(columns, rows)
+def _markdown(shown: Sequence[Column], rows: list[Row]) -> str:
     lines = [" | ".join(column.heading for column in shown)]
     lines.append(" | ".join("---" if column.key == "name" else "---:" for column in shown))
     lines += [" | ".join(column.cell(row) for column in shown) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def _shown(columns: Sequence[Column], rows: list[Row]) -> list[Column]:
-    return [one for one in columns if any(row.get(one.key) is not None for row in rows)]

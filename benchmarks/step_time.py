@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch
 from rich.console import Console
 
 import onecopy
@@ -46,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     names = tuple(name for name in CONTENDERS if name in options.contenders)
     console = Console(width=None if sys.stdout.isatty() else 180)
-    record: dict[str, Any] = {"setting": asdict(setting), "machine": _machine()}
+    record: dict[str, Any] = {"setting": asdict(setting), "machine": report.machine()}
     console.print(f"{setting}\n{record['machine']}", highlight=False)
     run = _memory if options.memory else _time
     same = run(names, setting, options, console, record)
@@ -82,7 +80,7 @@ def _time(
         "steps": {name: [asdict(rank) for rank in ranks] for name, ranks in results.items()},
     }
     title = f"milliseconds, {record['mode']}, {plan.rounds} rounds of {plan.timed} steps"
-    _show(console, options, title, report.TIME_COLUMNS, rows)
+    report.show(console, title, report.TIME_COLUMNS, rows, options.markdown)
     return _check_losses(console, apart, TOLERANCES[setting.dtype])
 
 
@@ -108,20 +106,9 @@ def _memory(
     rows = report.memory_rows(results)
     record |= {"mode": "memory", "same_allocator": options.same_allocator, "rows": rows}
     allocator = "all return freed blocks" if options.same_allocator else "each as it comes"
-    _show(console, options, f"MiB per rank, {allocator}", report.MEMORY_COLUMNS, rows)
+    title = f"MiB per rank, {allocator}"
+    report.show(console, title, report.MEMORY_COLUMNS, rows, options.markdown)
     return True
-
-
-def _show(
-    console: Console,
-    options: argparse.Namespace,
-    title: str,
-    columns: tuple[report.Column, ...],
-    rows: list[report.Row],
-) -> None:
-    report.print_rows(console, title, columns, rows)
-    if options.markdown:
-        console.print(report.markdown(columns, rows), soft_wrap=True, highlight=False)
 
 
 def _check_losses(console: Console, apart: dict[str, float], tolerance: float) -> bool:
@@ -132,15 +119,6 @@ def _check_losses(console: Console, apart: dict[str, float], tolerance: float) -
     if wrong:
         console.print(f"NOT THE SAME TRAINING (more than {tolerance}): {wrong}", style="bold red")
     return not wrong
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:
