@@ -205,7 +205,7 @@ class Writer(StorageWriter):
 def _write_item(stream: _Checked, data: Any, item: Any, name: str) -> WriteResult:
     offset, stream.checksum = stream.tell(), 0
     if isinstance(data, torch.Tensor):
-        torch.save(data, stream)
+        torch.save(data, stream)  # type: ignore[arg-type]
     else:
         stream.write(data.getbuffer())
     length = stream.tell() - offset

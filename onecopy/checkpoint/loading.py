@@ -79,7 +79,8 @@ def load(
     load as well.
 
     Args:
-        root: the root that was given to `save`, whose latest checkpoint is meant; or one checkpoint.
+        root: the root that was given to `save`, whose latest checkpoint is meant; or one
+            checkpoint.
         model, optimizer: as given to `save`, with the same names where there are several.
         fallback: where the latest checkpoint is missing a file or damaged, warn and take the newest
             of the others that is good.
@@ -217,7 +218,7 @@ class _Targets:
             for unit in model.engine.units if ranges else ():
                 unit.join_master()
         with errors_of_ranks(self._named.group):
-            dcp.load(
+            dcp.load(  # type: ignore[attr-defined]
                 {},
                 storage_reader=self._source.reader,
                 planner=planner,

@@ -6,6 +6,7 @@ States are loaded into new tensors, as they were saved, and given to the optimiz
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from onecopy.core.optimizer_state import TAG, tag_of
 from onecopy.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from onecopy.checkpoint.matching import Names
     from onecopy.checkpoint.states import Named, NamedOptimizer
@@ -35,7 +36,7 @@ class OptimizerStates:
 
     def __init__(self, named: Named, optimizer: NamedOptimizer, names: Names) -> None:
         self._binding = optimizer.binding
-        self._names_of = lambda parameter: names.stored_names(named, parameter)
+        self._names_of: Callable[[object], list[str]] = partial(names.stored_names, named)
         self._where = str(names.where)
         self._settings = names.settings_of(names.prefix_of(optimizer))
         self.ranges: list[Range] = []
@@ -138,7 +139,7 @@ class OptimizerStates:
 
     def _group_of(self, parameters: list[Any]) -> dict[str, Any]:
         """The saved settings of the group with the same parameters."""
-        accepted = [self._names_of(parameter) for parameter in parameters]
+        accepted: list[list[str]] = [self._names_of(one) for one in parameters]
         numbers = {name: number for number, names in enumerate(accepted) for name in names}
         for settings in self._saved_groups.values():
             saved = settings.get("params")

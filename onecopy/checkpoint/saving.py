@@ -29,10 +29,27 @@ from onecopy.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Job", "prepare", "save"]
+__all__ = ["Job", "Options", "prepare", "save"]
 
 # A shared file system may show other ranks a new folder a moment later.
 SEEN_AFTER = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `save` is told beside what to save, and where; see there."""
+
+    step: int | None = None
+    extra: Any = None
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for numbers that cannot be meant."""
+        for name, least in (("step", 0), ("keep", 1), ("keep_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"save({name}={value}): give {least} or more")
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,7 @@ class Job:
     """One checkpoint that is to be written.
 
     objects: by key the bytes that this rank writes, beside the ranges of its states.
-    keep, keep_every: see `save`.
+    options: see `save`; the step is settled.
     """
 
     root: Path
@@ -48,8 +65,7 @@ class Job:
     states: States
     objects: dict[str, bytes]
     manifest: Manifest
-    keep: int | None
-    keep_every: int | None
+    options: Options
 
     def write(self, group: Group) -> Path:
         """Write it; all ranks of the group do so together. Returns its folder.
@@ -62,7 +78,7 @@ class Job:
         planner = SaveRanges(self.states.ranges, self.objects, self.states.paths)
         try:
             with errors_of_ranks(group):
-                dcp.save(
+                dcp.save(  # type: ignore[attr-defined]
                     {},
                     storage_writer=writer,
                     planner=planner,
@@ -76,11 +92,11 @@ class Job:
 
     def _publish(self, new: Path) -> Path:
         folder = publish(new, self.step)
-        remove_old(self.root, self.step, self.keep, self.keep_every)
+        remove_old(self.root, self.step, self.options.keep, self.options.keep_every)
         return folder
 
 
-def save(
+def save(  # noqa: PLR0913
     root: str | os.PathLike[str],
     model: Models,
     optimizer: Optimizers = None,
@@ -120,9 +136,7 @@ def save(
 
     Source: torch.distributed.checkpoint's format, with logical coordinates (see docs/design.md).
     """
-    named, job = prepare(
-        root, model, optimizer, step=step, extra=extra, keep=keep, keep_every=keep_every
-    )
+    named, job = prepare(root, model, optimizer, Options(step, extra, keep, keep_every))
     begin = time.perf_counter()
     folder = job.write(named.group)
     for one in named.models.values():
@@ -136,25 +150,20 @@ def prepare(
     root: str | os.PathLike[str],
     model: Models,
     optimizer: Optimizers,
-    *,
-    step: int | None,
-    extra: Any,
-    keep: int | None,
-    keep_every: int | None,
+    options: Options,
 ) -> tuple[Named, Job]:
     """Check the arguments and collect what this rank saves, without copying tensors.
 
     Raises: see `save`.
     """
-    for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"save({name}={value}): give {least} or more")
+    options.check()
     named = name_all(model, optimizer)
     settle(named)
+    step = options.step
     if step is None:
         steps = [one.binding.num_steps for one in named.optimizers.values()]
         step = steps[0] if steps else 0
-    group, own_extra = named.group, _packed("extra", extra)
+    group, own_extra = named.group, _packed("extra", options.extra)
     everyone = together(group, lambda: (step, str(root), checksum(own_extra)))
     for rank, theirs in enumerate(everyone):
         if theirs[:2] != everyone[0][:2]:
@@ -172,7 +181,7 @@ def prepare(
         objects[extras[group.rank]] = own_extra
     states.paths |= {key: (key,) for key in objects if key not in states.paths}
     manifest = _manifest(named, step, extras, states.aliases)
-    return named, Job(Path(root), step, states, objects, manifest, keep, keep_every)
+    return named, Job(Path(root), step, states, objects, manifest, options)
 
 
 def _packed(what: str, value: Any) -> bytes:

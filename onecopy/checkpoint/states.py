@@ -296,12 +296,12 @@ def _add_what_is_alike(model: NamedModel, states: States) -> None:
 
 
 def is_cut_state(unit: Unit, index: int, value: Any) -> bool:
-    """Whether a state has a value for each element of the piece, so that ranges of it make sense."""
+    """Whether a state has a value for each element of the piece, so that it has ranges too."""
     if type(value) not in (torch.Tensor, nn.Parameter) or not value.dim():
         return False
     if unit.layout.is_whole:
         return bool(value.shape == unit.parameters[index].shape)
-    return value.shape == (unit.place_of(index).numel,)
+    return bool(value.shape == (unit.place_of(index).numel,))
 
 
 def _add_optimizer(named: Named, optimizer: NamedOptimizer, states: States) -> None:

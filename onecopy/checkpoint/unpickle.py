@@ -39,7 +39,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 _ALLOWED |= {
     ("torch", "Size"): torch.Size,
     # Looks a layout up by its name.
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
 _ALLOWED |= {
     ("torch", name): kind for name, kind in vars(torch).items() if type(kind) is torch.dtype
@@ -98,12 +98,11 @@ def load_object(what: str, data: bytes | memoryview) -> Any:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).splitlines()
-        unsafe = next((line.strip() for line in reason if "GLOBAL" in line or "global" in line), "")
+        lines = str(error).splitlines() or [repr(error)]
+        reason = next((line.strip() for line in lines if "global" in line.lower()), lines[0])
         raise CheckpointError(
-            f"{what} cannot be read as plain data ({unsafe or reason[0] if reason else error!r}). "
-            "Only tensors, numbers, strings, and lists, tuples and dicts of these are read, so that "
-            "a checkpoint can never run code"
+            f"{what} cannot be read as plain data ({reason}). Only tensors, numbers, strings, "
+            "and lists, tuples and dicts of these are read, so that a checkpoint never runs code"
         ) from error
 
 

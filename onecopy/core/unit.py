@@ -218,7 +218,7 @@ class Unit:
         return self._master
 
     def master_part(self, start: int, stop: int) -> torch.Tensor:
-        """Elements of this rank's slice in master precision: a view, or a copy where it is split."""
+        """Elements of the own slice in master precision: a view, or a copy where it is split."""
         if self._split is not None:
             return self._split.part(start, stop)
         return self._master[start:stop]
