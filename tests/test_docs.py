@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -49,13 +48,12 @@ def _scripts() -> dict[str, str]:
     }
 
 
-def run_script(code: str) -> str:
+def run_script(code: str, folder: str) -> str:
     """A whole script, as torchrun would run it, in the process group of the test."""
     with (
         mock.patch("torch.distributed.init_process_group"),
         mock.patch("torch.distributed.destroy_process_group"),
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
     ):
         exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
@@ -63,9 +61,9 @@ def run_script(code: str) -> str:
 
 
 @pytest.mark.parametrize("name", _scripts())
-def test_scripts_of_the_docs_run(pool: Pool, name: str) -> None:
-    """On two ranks; the first one prints what it found."""
-    first, _ = pool.run(2, run_script, _scripts()[name])
+def test_scripts_of_the_docs_run(pool: Pool, name: str, tmp_path: Path) -> None:
+    """On two ranks in one folder; the first one prints what it found."""
+    first, _ = pool.run(2, run_script, _scripts()[name], str(tmp_path))
     assert first.strip()
 
 
