@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onecopy.api import no_sync as no_sync
     from onecopy.api import shard as shard
     from onecopy.api import unshard as unshard
+    from onecopy.checkpoint.export import export as export
     from onecopy.checkpoint.loading import load as load
     from onecopy.checkpoint.saving import save as save
     from onecopy.config import Config as Config
@@ -35,6 +36,7 @@ _WHERE = {
     "Precision": "onecopy.config",
     "clip_grad_norm_": "onecopy.api",
     "full_parameters": "onecopy.api",
+    "export": "onecopy.checkpoint.export",
     "init_sharded": "onecopy.core.build",
     "join": "onecopy.core.uneven",
     "launch": "onecopy.launcher",
@@ -52,6 +54,7 @@ __all__ = [
     "OneCopyError",
     "Precision",
     "clip_grad_norm_",
+    "export",
     "full_parameters",
     "init_sharded",
     "join",

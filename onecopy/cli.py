@@ -15,16 +15,23 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOptions
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.training.options import TrainOptions
+
+if TYPE_CHECKING:
+    from onecopy.checkpoint.export import Progress as ExportProgress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A subcommand: `options` is a dataclass whose fields become flags, `run` gets an instance."""
+    """A subcommand: `options` is a dataclass whose fields become arguments, `run` gets an instance.
+
+    Fields with a default become flags, those without positional arguments.
+    """
 
     name: str
     summary: str
@@ -33,21 +40,32 @@ class Command:
     run: Callable[[Any], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommandGroup:
+    """Subcommands under a common name."""
+
+    name: str
+    summary: str
+    description: str
+    commands: tuple[Command, ...]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (sys.argv without them) and return the exit code."""
     parser = build_parser()
     chosen = vars(parser.parse_args(arguments))
     command: Command = chosen.pop("command")
+    prog = chosen.pop("prog")
     try:
         command.run(command.options(**chosen))
     except ConfigError as error:
-        print(f"onecopy {command.name}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except OneCopyError as error:
-        print(f"onecopy {command.name}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"onecopy {command.name}: stopped", file=sys.stderr)
+        print(f"{prog}: stopped", file=sys.stderr)
         return 130
     return 0
 
@@ -58,17 +76,26 @@ def build_parser() -> argparse.ArgumentParser:
         prog="onecopy",
         description="ZeRO for PyTorch: one copy of the model states over all ranks.",
     )
+    _add_commands(parser, COMMANDS)
+    return parser
+
+
+def _add_commands(
+    parser: argparse.ArgumentParser, commands: Iterable[Command | CommandGroup]
+) -> None:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in COMMANDS:
+    for command in commands:
         subparser = subparsers.add_parser(
             command.name,
             help=command.summary,
             description=command.description,
             allow_abbrev=False,
         )
-        subparser.set_defaults(command=command)
-        _add_options(subparser, command.options)
-    return parser
+        if isinstance(command, CommandGroup):
+            _add_commands(subparser, command.commands)
+        else:
+            subparser.set_defaults(command=command, prog=subparser.prog)
+            _add_options(subparser, command.options)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,25 +129,25 @@ def _unknown(argument: str, known: list[str]) -> str:
 def _add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
-        flag = "--" + field.name.replace("_", "-")
-        default = _shown(field.default)
-        settings: dict[str, Any] = {
-            "default": field.default,
-            # argparse formats help texts with %.
-            "help": f"{field.metadata['help']} (default: {default})".replace("%", "%%"),
-        }
         kind = hints[field.name]
-        if kind is bool:
-            settings["action"] = "store_true"
-        else:
+        # argparse formats help texts with %.
+        settings: dict[str, Any] = {"help": field.metadata["help"].replace("%", "%%")}
+        if kind is not bool:
             settings["metavar"] = field.metadata["metavar"] or _element(kind).__name__.upper()
             settings["type"] = _element(kind)
-            if field.metadata["choices"]:
-                settings["choices"] = field.metadata["choices"]
-                settings["metavar"] = None
+        if field.default is dataclasses.MISSING:
+            parser.add_argument(field.name, **settings)
+            continue
+        settings["default"] = field.default
+        settings["help"] += f" (default: {_shown(field.default)})".replace("%", "%%")
+        if kind is bool:
+            settings["action"] = "store_true"
+        elif field.metadata["choices"]:
+            settings["choices"] = field.metadata["choices"]
+            settings["metavar"] = None
         if typing.get_origin(kind) is tuple:
             settings["action"], settings["nargs"] = _ExtendTuple, "+"
-        parser.add_argument(flag, **settings)
+        parser.add_argument("--" + field.name.replace("_", "-"), **settings)
 
 
 class _ExtendTuple(argparse.Action):
@@ -173,6 +200,73 @@ def _train(options: TrainOptions) -> None:
         raise
 
 
+def _inspect_checkpoint(options: InspectOptions) -> None:
+    import json
+
+    from rich.console import Console
+
+    from onecopy.checkpoint.inspect import inspect, print_inspection
+
+    found = inspect(options.folder)
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print_inspection(Console(), found)
+
+
+def _export_checkpoint(options: ExportOptions) -> None:
+    from rich.console import Console
+
+    from onecopy.checkpoint.export import export
+    from onecopy.checkpoint.options import bytes_of
+    from onecopy.report.progress import ProgressLine, Transfer, size
+
+    console = Console()
+    with ProgressLine(console) as line:
+        transfer = Transfer.begin("written")
+
+        def show(progress: ExportProgress) -> None:
+            line.show(transfer.at(progress.num_bytes, progress.total_bytes, progress.name))
+
+        done = export(
+            options.folder,
+            options.output,
+            dtype=options.dtype,
+            max_shard_bytes=bytes_of(options.max_shard_size),
+            model=options.model,
+            progress=show,
+        )
+    for name in done.left_out:
+        console.print(f"left out, as it is no tensor: {name}", soft_wrap=True, highlight=False)
+    console.print(
+        f"{options.output}: {size(done.num_bytes)} in {len(done.files)} files",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _verify_checkpoint(options: VerifyOptions) -> None:
+    from rich.console import Console
+
+    from onecopy.checkpoint.verify import print_verification, verify
+    from onecopy.errors import CheckpointError
+    from onecopy.report.progress import ProgressLine, Transfer
+
+    console = Console()
+    with ProgressLine(console) as line:
+        transfer = Transfer.begin("read")
+        found = verify(
+            options.folder,
+            every=options.all,
+            progress=lambda done, total, name: line.show(transfer.at(done, total, name)),
+        )
+    for one in found:
+        print_verification(console, one)
+    damaged = [one.path.name for one in found if one.problems]
+    if damaged:
+        raise CheckpointError(f"{options.folder} is damaged ({', '.join(damaged)}), see above")
+
+
 COMMANDS = (
     Command(
         name="train",
@@ -182,5 +276,37 @@ COMMANDS = (
         "torchrun's processes; else it starts its own.",
         options=TrainOptions,
         run=_train,
+    ),
+    CommandGroup(
+        name="checkpoint",
+        summary="look at checkpoints, check them, and make safetensors files of them",
+        description="Works on checkpoints in this one process, without a process group and "
+        "without an accelerator.",
+        commands=(
+            Command(
+                name="inspect",
+                summary="show what a checkpoint holds",
+                description="Shows steps, models, optimizers and files of a checkpoint, or of the "
+                "last good one of a run, without reading tensors.",
+                options=InspectOptions,
+                run=_inspect_checkpoint,
+            ),
+            Command(
+                name="export",
+                summary="write the model as safetensors files, for from_pretrained",
+                description="Writes the model of a checkpoint as Hugging Face's safetensors files, "
+                "with its configuration where it is known. One tensor is in memory at a time.",
+                options=ExportOptions,
+                run=_export_checkpoint,
+            ),
+            Command(
+                name="verify",
+                summary="read a checkpoint and compare every checksum",
+                description="Reads every item of a checkpoint, compares its checksum, and looks "
+                "whether all parts of each tensor are there. Exits with 1 if something is damaged.",
+                options=VerifyOptions,
+                run=_verify_checkpoint,
+            ),
+        ),
     ),
 )

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("handle",),
     ("events",),
-    ("config",),
+    ("config", "options"),
     ("comm",),
     ("memory",),
     ("core",),

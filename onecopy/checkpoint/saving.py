@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,17 +16,24 @@ import onecopy
 from onecopy.checkpoint.counters import counters_of
 from onecopy.checkpoint.files import Writer
 from onecopy.checkpoint.folder import discard, prepare_new, publish, remove_old
+from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
 from onecopy.checkpoint.manifest import Manifest, checksum
 from onecopy.checkpoint.plan import SaveRanges
 from onecopy.checkpoint.random_states import random_states
-from onecopy.checkpoint.states import Models, Named, Optimizers, States, name_all, settle, states_of
+from onecopy.checkpoint.states import (
+    Models,
+    Named,
+    NamedModel,
+    Optimizers,
+    States,
+    name_all,
+    settle,
+    states_of,
+)
 from onecopy.checkpoint.together import errors_of_ranks, together
 from onecopy.checkpoint.unpickle import load_object
 from onecopy.comm.groups import Group
 from onecopy.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["Job", "Options", "prepare", "save"]
 
@@ -237,6 +243,7 @@ def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str
                         for unit in one.engine.units
                     }
                 ),
+                NOT_EXPORTED: _not_exported(one),
                 **counters_of(one.module),
             }
             for name, one in named.models.items()
@@ -250,27 +257,16 @@ def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str
         },
         aliases=aliases,
         configs={
-            name: found
-            for name, one in named.models.items()
-            if (found := _config_files(one.module))
+            name: found for name, one in named.models.items() if (found := configs_of(one.module))
         },
         extras=extras,
     )
 
 
-def _config_files(model: nn.Module) -> dict[str, str]:
-    """Hugging Face's configuration files, for models that have them, so that exports do too."""
-    files = {}
-    for attribute, file in (
-        ("config", "config.json"),
-        ("generation_config", "generation_config.json"),
-    ):
-        to_json: Callable[[], str] | None = getattr(
-            getattr(model, attribute, None), "to_json_string", None
-        )
-        if callable(to_json):
-            files[file] = to_json()
-    return files
+def _not_exported(model: NamedModel) -> list[str]:
+    """Names that files for others shall not hold, without the model's prefix."""
+    names = ([name.removeprefix(model.prefix) for name in one] for one in model.names.values())
+    return names_left_out(model.module, names)
 
 
 def _make_folder(root: Path, step: int, group: Group) -> Path:

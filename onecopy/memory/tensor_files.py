@@ -1,8 +1,10 @@
-"""Tensors in safetensors files: where each lies, and reading any part of it.
+"""Tensors in safetensors files: where each lies, reading any part of it, writing one by one.
 
 A file is eight bytes, the length of the header (little endian); the header, JSON that gives each
 tensor's dtype, shape and place; and the values, row by row, one tensor after the other. So a rank
-that owns a part of a tensor reads the bytes of this part and no others.
+that owns a part of a tensor reads the bytes of this part and no others. And who knows names, dtypes
+and shapes writes the header first and then one tensor after the other, while the library of the
+format wants to be given all tensors of a file at once.
 
 Source: the format of safetensors (https://huggingface.co/docs/safetensors, "Format").
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 
 from onecopy.errors import CheckpointError
 
-__all__ = ["StoredTensor", "open_directory"]
+__all__ = ["DTYPES", "FileWriter", "StoredTensor", "TensorSpec", "open_directory"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -44,7 +46,9 @@ DTYPES = {
 # Elements that are read and converted at a time.
 BLOCK_NUMEL = 1 << 22
 LENGTH_BYTES = 8
+# The library refuses longer ones.
 MAX_HEADER_BYTES = 100_000_000
+NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +213,114 @@ def _fill(file: Any, values: memoryview, tensor: StoredTensor) -> None:
                 f"{tensor.path} ends within {tensor.name}: it has changed since it was opened"
             )
         position += count
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What the header of a file says about one tensor.
+
+    Raises:
+        CheckpointError: there is no such dtype in these files.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NAMES_OF_DTYPES:
+            raise CheckpointError(
+                f"{self.name} has dtype {self.dtype}, which safetensors files cannot hold: "
+                "convert it, or leave it out of the model"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class FileWriter:
+    """One file whose tensors are given one by one, in the order of `tensors`.
+
+    A value is converted and written in blocks, so that no second copy of it exists. A file that is
+    there already is never written to.
+
+    Args:
+        tensors: what the file will hold, sorted here by the size of their elements, the largest
+            first: so each begins where its dtype may.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
+        self.path = path
+        self.tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        self._waiting = iter(self.tensors)
+        self._file = path.open("xb")
+        self._file.write(_header(self.tensors))
+
+    def write(self, value: torch.Tensor) -> TensorSpec:
+        """Write the values of the next tensor, in its dtype; returns which it was.
+
+        Raises:
+            CheckpointError: the dtype cannot hold them.
+            OSError: the file cannot be written.
+        """
+        tensor = next(self._waiting)
+        if tuple(value.shape) != tensor.shape:
+            raise CheckpointError(
+                f"{tensor.name} has shape {tuple(value.shape)}, not {tensor.shape} as announced"
+            )
+        for block in value.detach().reshape(-1).split(BLOCK_NUMEL):
+            if block.numel():
+                converted = block.to("cpu").to(tensor.dtype)
+                _check_range(tensor, block, converted)
+                self._file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()))
+        return tensor
+
+    def finish(self) -> None:
+        """All is written: see that it is on the disk, and close the file."""
+        left = next(self._waiting, None)
+        assert left is None, f"{left} of {self.path} has not been written"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def discard(self) -> None:
+        """Close and remove the file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _header(tensors: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": NAMES_OF_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # Values begin at a multiple of the largest element.
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _check_range(tensor: TensorSpec, block: torch.Tensor, converted: torch.Tensor) -> None:
+    """Refuse finite values that a narrower dtype has made infinite, or no number."""
+    if not (tensor.dtype.is_floating_point and block.is_floating_point()):
+        return
+    if torch.finfo(tensor.dtype).max >= torch.finfo(block.dtype).max:
+        return
+    lost = block.isfinite() & ~converted.to(torch.float32).isfinite().to(block.device)
+    if lost.any():
+        raise CheckpointError(
+            f"{tensor.name} has values up to {block[lost].abs().max().item():.3g}, and "
+            f"{tensor.dtype} ends at {torch.finfo(tensor.dtype).max:.3g}: choose a dtype of wider "
+            "range, bf16 for one"
+        )

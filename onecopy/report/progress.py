@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -19,6 +19,18 @@ from rich.text import Text
 
 PLAIN_SECONDS = 10.0
 BAR_WIDTH = 16
+
+
+class Shown(Protocol):
+    """What a progress line can show."""
+
+    @property
+    def fraction(self) -> float:
+        """How much is done, from 0 to 1."""
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of the line; a bar may come after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +43,60 @@ class Status:
     tokens_per_second: float  # of all ranks together
     seconds_left: float
 
+    @property
+    def fraction(self) -> float:
+        """See Shown."""
+        return self.step / self.num_steps
+
+    @property
+    def parts(self) -> list[str]:
+        """See Shown."""
+        return [
+            f"step {self.step}/{self.num_steps}",
+            f"loss {self.loss:.3f}",
+            f"{self.loss / math.log(2):.2f} bits/byte",
+            f"{count(self.tokens_per_second)} tokens/s",
+            f"{duration(self.seconds_left)} left",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes that are read or written. `since` is what time.monotonic() said at the beginning."""
+
+    verb: str
+    since: float
+    num_bytes: int = 0
+    total_bytes: int = 0
+    name: str = ""
+
+    @classmethod
+    def begin(cls, verb: str) -> Transfer:
+        """From now on; `verb` says what is done with the bytes."""
+        return cls(verb, time.monotonic())
+
+    def at(self, num_bytes: int, total_bytes: int, name: str) -> Transfer:
+        """The same, further on; `name` is what is being transferred."""
+        return Transfer(self.verb, self.since, num_bytes, total_bytes, name)
+
+    @property
+    def fraction(self) -> float:
+        """See Shown."""
+        return self.num_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    @property
+    def parts(self) -> list[str]:
+        """See Shown."""
+        seconds = max(time.monotonic() - self.since, 1e-3)
+        return [
+            f"{size(self.num_bytes)} of {size(self.total_bytes)} {self.verb}",
+            f"{size(self.num_bytes / seconds)}/s",
+            self.name,
+        ]
+
 
 class ProgressLine:
-    """Shows the latest `Status`, and lines that stay, until the `with` block ends.
+    """Shows the latest status, and lines that stay, until the `with` block ends.
 
     On a terminal the line is redrawn in place and disappears at the end. Elsewhere (a pipe, a
     log file, a batch job) a plain line is written at most every ten seconds. With `quiet`
@@ -68,7 +131,7 @@ class ProgressLine:
         if self._live:
             self._live.stop()
 
-    def show(self, status: Status) -> None:
+    def show(self, status: Shown) -> None:
         """Replace the live line, or write a plain one if ten seconds have passed."""
         if self._quiet:
             return
@@ -83,16 +146,10 @@ class ProgressLine:
         if not self._quiet:
             self._console.print(Text(text), soft_wrap=True)
 
-    def _line(self, status: Status, *, bar: bool) -> Text:
-        parts = [
-            f"step {status.step}/{status.num_steps}",
-            f"loss {status.loss:.3f}",
-            f"{status.loss / math.log(2):.2f} bits/byte",
-            f"{count(status.tokens_per_second)} tokens/s",
-            f"{duration(status.seconds_left)} left",
-        ]
+    def _line(self, status: Shown, *, bar: bool) -> Text:
+        parts = status.parts
         if bar:
-            done = round(BAR_WIDTH * status.step / status.num_steps)
+            done = round(BAR_WIDTH * status.fraction)
             # ASCII keeps the line right in every terminal and encoding.
             parts.insert(1, "[" + "#" * done + "." * (BAR_WIDTH - done) + "]")
         return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
@@ -113,6 +170,14 @@ def count(number: float) -> str:
     if number < 1e6:
         return f"{number / 1e3:.1f}k"
     return f"{number / 1e6:.1f}M"
+
+
+def size(num_bytes: float) -> str:
+    """`num_bytes` with three digits and a unit: 940 B, 1.2 kB, 35.1 MB, 2.4 GB."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def duration(seconds: float) -> str:

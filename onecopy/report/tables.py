@@ -45,7 +45,7 @@ def print_memory(console: Console, figures: MemoryFigures, heading: str) -> None
 
     The last column is what was measured as a share of plain data parallel.
     """
-    table = _table("MiB per rank", "measured", "formula", "plain data parallel", "share")
+    table = new_table("MiB per rank", "measured", "formula", "plain data parallel", "share")
     columns = [figures.measured, figures.formula, figures.data_parallel]
     rows = {
         "parameters": [states.parameters for states in columns],
@@ -56,7 +56,7 @@ def print_memory(console: Console, figures: MemoryFigures, heading: str) -> None
         table.add_row(name, *_mebibytes(cells), _percent(cells[0], cells[2]))
     total = [sum(cells) for cells in zip(*rows.values(), strict=True)]
     table.add_row("total", *_mebibytes(total), _percent(total[0], total[2]), style="bold")
-    _print(console, heading, table)
+    print_table(console, heading, table)
 
 
 def print_bytes_sent(
@@ -67,34 +67,36 @@ def print_bytes_sent(
     Both mappings go from the kind of event to bytes. Kinds without bytes in either are left out.
     The last column is what was measured as a share of the formula.
     """
-    table = _table("kB per rank and step", "measured", "formula", "share")
+    table = new_table("kB per rank and step", "measured", "formula", "share")
     kinds = [kind for kind in formula if measured.get(kind) or formula[kind]]
     for kind in kinds:
         cells = (measured.get(kind, 0), formula[kind])
         table.add_row(kind, *_kilobytes(cells), _percent(*cells))
     total = (sum(measured.get(kind, 0) for kind in kinds), sum(formula[kind] for kind in kinds))
     table.add_row("total", *_kilobytes(total), _percent(*total), style="bold")
-    _print(console, heading, table, "reduce also carries one flag for each parameter")
+    print_table(console, heading, table, "reduce also carries one flag for each parameter")
 
 
 def print_losses(console: Console, bits_per_byte: Mapping[str, float], heading: str) -> None:
     """Print held-out losses in bits per byte, one row for each model, with a bar to compare."""
-    table = _table("model", "bits/byte", "")
+    table = new_table("model", "bits/byte", "")
     table.columns[2].justify = "left"
     most = max(bits_per_byte.values())
     for name, bits in bits_per_byte.items():
         table.add_row(name, f"{bits:.2f}", "#" * round(24 * bits / most))
-    _print(console, heading, table)
+    print_table(console, heading, table)
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """An empty table; the first column is of names, the others are of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
 
 
-def _print(console: Console, heading: str, table: Table, footnote: str = "") -> None:
+def print_table(console: Console, heading: str, table: Table, footnote: str = "") -> None:
+    """Print a table below its heading."""
     # rich wraps a table's own title to the width of the table, so the heading is a line of its own.
     console.print(Text(heading, style="bold"), soft_wrap=True)
     console.print(table)

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from onecopy.errors import ConfigError
-
-
-def _help(
-    text: str, *, choices: tuple[Any, ...] = (), metavar: str | None = None
-) -> dict[str, Any]:
-    """What the command line shows about a field, and how it calls its value."""
-    return {"help": text, "choices": choices, "metavar": metavar}
+from onecopy.options import describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +19,7 @@ class TrainOptions:
 
     stage: int = field(
         default=3,
-        metadata=_help(
+        metadata=describe(
             "what to cut over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, "
             "3 parameters too",
             choices=(0, 1, 2, 3),
@@ -34,60 +27,62 @@ class TrainOptions:
     )
     nproc: int = field(
         default=2,
-        metadata=_help(
+        metadata=describe(
             "processes to start on this machine; ignored under torchrun, which starts its own"
         ),
     )
     precision: str = field(
         default="fp32",
-        metadata=_help(
+        metadata=describe(
             "dtype of forward and backward; the optimizer always updates fp32 masters",
             choices=("fp32", "bf16", "fp16"),
         ),
     )
     device: str = field(
         default="auto",
-        metadata=_help(
+        metadata=describe(
             "auto takes one accelerator per process where there are enough, else the CPU",
             choices=("auto", "cpu"),
         ),
     )
     data: tuple[Path, ...] = field(
         default=(),
-        metadata=_help(
+        metadata=describe(
             "UTF-8 text files, or folders of .txt files, to train on; without it, the reference "
             "texts that Python ships for its help() command",
             metavar="PATH",
         ),
     )
-    steps: int = field(default=260, metadata=_help("optimizer steps"))
-    batch: int = field(default=12, metadata=_help("sequences per process and backward"))
-    accumulate: int = field(default=1, metadata=_help("backwards per optimizer step"))
-    context: int = field(default=96, metadata=_help("bytes of text that the model sees at once"))
-    layers: int = field(default=3, metadata=_help("transformer blocks"))
-    width: int = field(default=128, metadata=_help("size of the vector that stands for one byte"))
-    heads: int = field(default=4, metadata=_help("attention heads; must divide the width"))
+    steps: int = field(default=260, metadata=describe("optimizer steps"))
+    batch: int = field(default=12, metadata=describe("sequences per process and backward"))
+    accumulate: int = field(default=1, metadata=describe("backwards per optimizer step"))
+    context: int = field(default=96, metadata=describe("bytes of text that the model sees at once"))
+    layers: int = field(default=3, metadata=describe("transformer blocks"))
+    width: int = field(
+        default=128, metadata=describe("size of the vector that stands for one byte")
+    )
+    heads: int = field(default=4, metadata=describe("attention heads; must divide the width"))
     lr: float = field(
-        default=3e-3, metadata=_help("highest learning rate, reached after the warm-up")
+        default=3e-3, metadata=describe("highest learning rate, reached after the warm-up")
     )
     warmup: float = field(
-        default=0.1, metadata=_help("share of the steps in which the learning rate rises")
+        default=0.1, metadata=describe("share of the steps in which the learning rate rises")
     )
-    weight_decay: float = field(default=0.1, metadata=_help("AdamW's weight decay"))
+    weight_decay: float = field(default=0.1, metadata=describe("AdamW's weight decay"))
     max_grad_norm: float = field(
-        default=1.0, metadata=_help("clip the global gradient norm to this; 0 does not clip")
+        default=1.0, metadata=describe("clip the global gradient norm to this; 0 does not clip")
     )
-    seed: int = field(default=0, metadata=_help("seeds weights, batches and the sample"))
+    seed: int = field(default=0, metadata=describe("seeds weights, batches and the sample"))
     evals: int = field(
-        default=5, metadata=_help("times the held-out loss is measured during training")
+        default=5, metadata=describe("times the held-out loss is measured during training")
     )
     sample: int = field(
-        default=200, metadata=_help("bytes of text to write at the end; 0 writes none")
+        default=200, metadata=describe("bytes of text to write at the end; 0 writes none")
     )
-    quiet: bool = field(default=False, metadata=_help("show only the results, no progress"))
+    quiet: bool = field(default=False, metadata=describe("show only the results, no progress"))
     events: Path | None = field(
         default=None,
-        metadata=_help(
+        metadata=describe(
             "write every event of the runtime as a line of JSON; with several processes each "
             "writes its own file, PATH with -rankN before its ending",
             metavar="PATH",

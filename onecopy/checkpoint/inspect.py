@@ -1,0 +1,402 @@
+"""What a checkpoint holds, without reading its tensors, and which checkpoints a run has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from onecopy.checkpoint.contents import Contents, contents_of
+from onecopy.checkpoint.files import METADATA, naming
+from onecopy.checkpoint.folder import LATEST, find_step, step_of
+from onecopy.checkpoint.huggingface import NOT_EXPORTED
+from onecopy.checkpoint.manifest import MANIFEST, Manifest
+from onecopy.checkpoint.plan import LoadRanges
+from onecopy.checkpoint.source import Source, open_source
+from onecopy.checkpoint.states import GROUPS, STATE
+from onecopy.checkpoint.unpickle import load_object
+from onecopy.errors import CheckpointError
+from onecopy.report.progress import count, size
+from onecopy.report.tables import new_table, print_table
+
+__all__ = ["Inspection", "Step", "health_of", "inspect", "print_inspection"]
+
+COMPLETE = "complete"
+SHOWN_FILES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """Tensors that belong together. dtypes: number of elements of each."""
+
+    num_tensors: int = 0
+    num_elements: int = 0
+    num_bytes: int = 0
+    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """One model; `settings` is what it was saved with: class, stage, dtypes and so on."""
+
+    name: str
+    tensors: Tensors
+    settings: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerInfo:
+    """One optimizer. groups: hyper-parameters of each, and the number of its parameters."""
+
+    name: str
+    tensors: Tensors
+    settings: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One checkpoint of a run. num_bytes: of its files as they are. health: a word, or a fault."""
+
+    folder: str
+    step: int | None
+    time: float | None
+    num_bytes: int
+    health: str
+    is_latest: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What was found.
+
+    path: of the checkpoint that is described. writer: the program that saved it.
+    step, time, world_size: as it says; None where another program has saved.
+    tied: further names of tensors, and the name that each is stored under.
+    others: keys of what belongs to neither: random states, what the caller has added.
+    files: bytes of each, None if it is missing.
+    steps: of the run, if the folder of a run was given.
+    notes: what could not be found out.
+    """
+
+    path: str
+    writer: str
+    step: int | None
+    time: float | None
+    world_size: int | None
+    health: str
+    models: list[ModelInfo]
+    optimizers: list[OptimizerInfo]
+    tied: dict[str, str]
+    others: list[str]
+    files: dict[str, int | None]
+    steps: list[Step]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return dataclasses.asdict(self)
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Look at a checkpoint, or at a run and the checkpoint that would be loaded from it.
+
+    Args:
+        path: as for `onecopy.load`.
+
+    Raises:
+        CheckpointError: there is none, or its metadata is damaged.
+    """
+    given = Path(path)
+    source = open_source(given)
+    manifest, contents = source.manifest, contents_of(source)
+    notes: list[str] = []
+    return Inspection(
+        path=str(source.path),
+        writer=(
+            f"onecopy {manifest.version}, torch {manifest.torch_version}"
+            if manifest
+            else "another program"
+        ),
+        step=manifest.step if manifest else step_of(source.path),
+        time=manifest.time if manifest else None,
+        world_size=manifest.world_size if manifest else None,
+        health=health_of(source.path),
+        models=list(_models(source, contents)),
+        optimizers=list(_optimizers(source, contents, notes)),
+        tied=dict(manifest.aliases) if manifest else {},
+        others=contents.others,
+        files=_files(source),
+        steps=_steps(given, source.path),
+        notes=notes,
+    )
+
+
+def health_of(folder: Path) -> str:
+    """Whether a checkpoint has all its files, in their full size; the checksums are not compared.
+
+    Returns "complete", or what is wrong.
+    """
+    try:
+        manifest = _manifest_of(folder)
+    except CheckpointError as error:
+        return str(error)
+    if manifest is None:
+        return "not known: there is no manifest" if (folder / METADATA).is_file() else "unfinished"
+    for name, file in manifest.files.items():
+        found = _size_of(folder / name)
+        if found is None:
+            return f"damaged: {name} is missing"
+        if found != file.num_bytes:
+            return f"damaged: {name} has {found} bytes, not {file.num_bytes}"
+    return COMPLETE
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    with naming("read", path):
+        return Manifest.from_bytes(path, path.read_bytes())
+
+
+def _size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+# One checkpoint -------------------------------------------------------------------------------
+
+
+def _models(source: Source, contents: Contents) -> Iterator[ModelInfo]:
+    manifest = source.manifest
+    aliases = manifest.aliases if manifest else {}
+    for name, keys in contents.models.items():
+        settings = manifest.models[name] if manifest else {}
+        shown = {
+            key: value
+            for key, value in settings.items()
+            if _is_short(value) and key != NOT_EXPORTED
+        }
+        stored = [key for key in keys.values() if key not in aliases]
+        yield ModelInfo(name=name, tensors=_tensors(source, stored), settings=shown)
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str | int | float | list) or value is None
+
+
+def _optimizers(source: Source, contents: Contents, notes: list[str]) -> Iterator[OptimizerInfo]:
+    for name, prefix in contents.optimizers.items():
+        keys = [
+            key
+            for key in source.metadata.state_dict_metadata
+            if key.startswith(f"{prefix}{STATE}.")
+        ]
+        groups: list[dict[str, Any]] = []
+        try:
+            groups = _groups(source, f"{prefix}{GROUPS}")
+        except CheckpointError as error:
+            notes.append(str(error))
+        settings = source.manifest.optimizers[name] if source.manifest else {}
+        tensors = _tensors(source, keys)
+        yield OptimizerInfo(name=name, tensors=tensors, settings=settings, groups=groups)
+
+
+def _groups(source: Source, key: str) -> list[dict[str, Any]]:
+    """Parameter groups that were saved as one object, or each setting on its own as torch does."""
+    keys = [
+        one
+        for one, entry in source.metadata.state_dict_metadata.items()
+        if (one == key or one.startswith(f"{key}.")) and isinstance(entry, BytesStorageMetadata)
+    ]
+    planner = LoadRanges((), keys, os.fspath(source.path))
+    planner.set_up_planner({}, source.metadata)
+    source.reader.read_data(planner.create_local_plan(), planner).wait()
+    groups: dict[str, dict[str, Any]] = {}
+    for one in keys:
+        value = load_object(f"{one} in {source.path}", planner.objects[one])
+        if one == key and isinstance(value, list):
+            groups |= {str(number): group for number, group in enumerate(value)}
+        elif one != key:
+            number, _, setting = one.removeprefix(f"{key}.").partition(".")
+            groups.setdefault(number, {})[setting] = value
+    return [
+        {str(setting): _plain(setting, value) for setting, value in group.items()}
+        for group in groups.values()
+        if isinstance(group, dict)
+    ]
+
+
+def _plain(setting: str, value: Any) -> Any:
+    """A hyper-parameter as JSON has it; of the parameters their number."""
+    if setting == "params" and isinstance(value, list | tuple):
+        return len(value)
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_plain("", one) for one in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else repr(value)
+
+
+def _tensors(source: Source, keys: list[str]) -> Tensors:
+    dtypes: Counter[str] = Counter()
+    num_tensors = num_bytes = 0
+    for key in keys:
+        entry = source.metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            dtype, numel = entry.properties.dtype, entry.size.numel()
+            dtypes[str(dtype).removeprefix("torch.")] += numel
+            num_tensors += 1
+            num_bytes += numel * dtype.itemsize
+    return Tensors(
+        num_tensors=num_tensors,
+        num_elements=dtypes.total(),
+        num_bytes=num_bytes,
+        dtypes=dict(dtypes.most_common()),
+    )
+
+
+def _files(source: Source) -> dict[str, int | None]:
+    """Those that should be there; where nobody says, those that are."""
+    if source.manifest is not None:
+        names = [*source.manifest.files, MANIFEST]
+    else:
+        names = sorted(path.name for path in source.path.iterdir() if path.is_file())
+    return {name: _size_of(source.path / name) for name in names}
+
+
+# A run ----------------------------------------------------------------------------------------
+
+
+def _steps(root: Path, chosen: Path) -> list[Step]:
+    """The checkpoints of a run, unfinished ones too; nothing where one checkpoint was given."""
+    if chosen == root:
+        return []
+    latest = find_step(root) if (root / LATEST).is_file() else None
+    found = []
+    for folder in sorted(root.iterdir()):
+        # What begins with a dot is being written, or was set aside while another one was.
+        number = step_of(folder.with_name(folder.name.removesuffix(".new")))
+        if folder.is_dir() and number is not None:
+            is_new = folder.name.endswith(".new")
+            health = "unfinished: being written, or its run has ended" if is_new else None
+            found.append((number, _step(folder, health, folder == latest)))
+    if latest is not None and not latest.exists():
+        missing = f"missing, though {LATEST} names it"
+        found.append((step_of(latest) or 0, _step(latest, missing, True)))
+    return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].folder))]
+
+
+def _step(folder: Path, health: str | None, is_latest: bool) -> Step:
+    try:
+        manifest = _manifest_of(folder)
+    except CheckpointError:
+        manifest = None
+    files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    return Step(
+        folder=folder.name,
+        step=step_of(folder),
+        time=manifest.time if manifest else None,
+        num_bytes=sum(path.stat().st_size for path in files),
+        health=health or health_of(folder),
+        is_latest=is_latest,
+    )
+
+
+# Printing -------------------------------------------------------------------------------------
+
+
+def print_inspection(console: Console, found: Inspection) -> None:
+    """Print what was found, as tables."""
+    facts = {
+        "step": found.step,
+        "saved": _when(found.time),
+        "by": found.writer,
+        "ranks": found.world_size,
+        "state": found.health,
+        "others": ", ".join(found.others),
+        "tied": ", ".join(f"{alias} = {name}" for alias, name in found.tied.items()),
+    }
+    for note in found.notes:
+        facts[f"note {len(facts)}"] = note
+    console.print(found.path, style="bold", soft_wrap=True, highlight=False)
+    for name, value in facts.items():
+        if value not in (None, ""):
+            console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
+    console.print()
+    for model in found.models:
+        _print_tensors(console, f"Model {model.name}".strip(), model.tensors, model.settings)
+    for optimizer in found.optimizers:
+        heading = f"Optimizer {optimizer.name}".strip()
+        _print_tensors(console, heading, optimizer.tensors, optimizer.settings)
+        _print_groups(console, optimizer.groups)
+    _print_files(console, found.files)
+    if found.steps:
+        _print_steps(console, found.steps)
+
+
+def _print_files(console: Console, files: dict[str, int | None]) -> None:
+    """All of them, or the largest and those that are missing."""
+    names = sorted(files, key=lambda name: (files[name] is not None, -(files[name] or 0)))
+    missing = sum(num_bytes is None for num_bytes in files.values())
+    shown = names[: max(missing, SHOWN_FILES)]
+    table = new_table("file", "size")
+    for name in files:
+        if name in shown:
+            num_bytes = files[name]
+            table.add_row(name, "missing" if num_bytes is None else size(num_bytes))
+    total = size(sum(num_bytes or 0 for num_bytes in files.values()))
+    rest = f"and {len(files) - len(shown)} smaller ones" if len(shown) < len(files) else ""
+    print_table(console, f"Files: {len(files)}, {total}", table, rest)
+
+
+def _when(time: float | None) -> str:
+    if time is None:
+        return ""
+    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _print_tensors(
+    console: Console, heading: str, tensors: Tensors, settings: dict[str, Any]
+) -> None:
+    table = new_table("dtype", "elements")
+    for dtype, numel in tensors.dtypes.items():
+        table.add_row(dtype, f"{numel:,}")
+    said = "  ".join(f"{name} {_shown(value)}" for name, value in settings.items())
+    summary = (
+        f"{heading}: {tensors.num_tensors} tensors, {count(tensors.num_elements)} elements, "
+        f"{size(tensors.num_bytes)}"
+    )
+    print_table(console, summary, table, said)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _print_groups(console: Console, groups: list[dict[str, Any]]) -> None:
+    if not groups:
+        return
+    settings = list(dict.fromkeys(name for group in groups for name in group))
+    table = new_table("parameter group", *(str(number) for number in range(len(groups))))
+    for name in settings:
+        table.add_row(name, *(_shown(group.get(name, "")) for group in groups))
+    print_table(console, "Parameter groups", table)
+
+
+def _print_steps(console: Console, steps: list[Step]) -> None:
+    table = new_table("checkpoint", "size", "saved", "state")
+    for column in table.columns[2:]:
+        column.justify = "left"
+    for one in steps:
+        mark = " (latest)" if one.is_latest else ""
+        table.add_row(one.folder + mark, size(one.num_bytes), _when(one.time), one.health)
+    print_table(console, "Checkpoints of this run", table)

@@ -1,0 +1,206 @@
+"""The values of a model one by one, from wherever they are: a checkpoint, a module, its ranks.
+
+Nobody holds more than one of them, so a model of any size can pass through one machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from onecopy import handle
+from onecopy.checkpoint.contents import contents_of
+from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
+from onecopy.checkpoint.plan import LoadRanges
+from onecopy.checkpoint.ranges import whole_tensor
+from onecopy.checkpoint.source import Source, open_source
+from onecopy.checkpoint.states import plain_name
+from onecopy.core.build import has_values
+from onecopy.core.pretrained import persistent_tensors
+from onecopy.errors import CheckpointError, ConfigError, ShardingError
+
+if TYPE_CHECKING:
+    from onecopy.comm.groups import Group
+    from onecopy.core.engine import Engine
+
+__all__ = ["Model", "Value", "open_model", "read_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of a model.
+
+    read: gives it, on the CPU or elsewhere; a collective where the model is sharded.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model whose values can be read.
+
+    values: under the names that files of weights shall have, tied ones once.
+    configs: texts of its Hugging Face configuration, by file name.
+    left_out: names of what the model has beside tensors.
+    world: the ranks that must read together.
+    rest: to be called when all is read.
+    """
+
+    values: list[Value]
+    configs: dict[str, str]
+    left_out: tuple[str, ...] = ()
+    world: Group | None = None
+    rest: Callable[[], None] = lambda: None
+
+
+def open_model(source: str | os.PathLike[str] | nn.Module, name: str | None = None) -> Model:
+    """The values of a model.
+
+    Args:
+        source: the folder of a checkpoint or of a run, or a module.
+        name: of the model that is meant, in a checkpoint of several.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or no such model in it.
+        ConfigError: a name is given with a module.
+        ShardingError: the module has parameters without values, or a part of it is sharded.
+    """
+    if not isinstance(source, nn.Module):
+        return _stored_model(open_source(source), name)
+    if name is not None:
+        raise ConfigError(
+            f"model={name!r} chooses from a checkpoint of several models: give it with the path "
+            "of one, or pass the module itself"
+        )
+    return _module(handle.inner(source))
+
+
+# Checkpoints ----------------------------------------------------------------------------------
+
+
+def _stored_model(source: Source, name: str | None) -> Model:
+    chosen, keys = _choose(source, name)
+    manifest = source.manifest
+    settings = manifest.models[chosen] if manifest else {}
+    not_exported = set(settings.get(NOT_EXPORTED, ()))
+    values, left_out = [], []
+    for plain, key in keys.items():
+        entry = source.metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            read = partial(read_tensor, source, key)
+            if plain not in not_exported:
+                values.append(Value(plain_name(plain), dtype, shape, read))
+        else:
+            left_out.append(plain)
+    configs = manifest.configs.get(chosen, {}) if manifest else {}
+    return Model(values=values, configs=configs, left_out=tuple(left_out))
+
+
+def _choose(source: Source, name: str | None) -> tuple[str, dict[str, str]]:
+    """A model of a checkpoint: its name, and the keys of its tensors by their names."""
+    models = contents_of(source).models
+    if not models:
+        raise CheckpointError(f"{source.path} holds no weights of a model")
+    if name is None and len(models) == 1:
+        return next(iter(models.items()))
+    if name is None or name not in models:
+        asked = "several models" if name is None else f"no model {name!r}"
+        listed = ", ".join(repr(one) for one in sorted(models))
+        raise CheckpointError(f"{source.path} has {asked}: choose with model=... one of {listed}")
+    return name, models[name]
+
+
+def read_tensor(source: Source, key: str) -> Tensor:
+    """One tensor of a checkpoint, whole, as it is stored.
+
+    Raises:
+        CheckpointError: what is stored is damaged, or does not make up the whole tensor.
+    """
+    entry = source.metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata), f"{key} is a tensor"
+    value = torch.empty(entry.size, dtype=entry.properties.dtype)
+    planner = LoadRanges([whole_tensor(key, value)], (), os.fspath(source.path))
+    planner.set_up_planner({}, source.metadata)
+    source.reader.read_data(planner.create_local_plan(), planner).wait()
+    return value
+
+
+# Modules --------------------------------------------------------------------------------------
+
+
+def _module(model: nn.Module) -> Model:
+    owner = handle.find(model)
+    engine: Engine | None = owner.engine if owner is not None else None
+    if engine is None:
+        _refuse_parts(model)
+    names = _names_of_tensors(model)
+    left_out = set(names_left_out(model, (group for _, group in names)))
+    values = []
+    for tensor, group in names:
+        if engine is None and not has_values(tensor):
+            raise ShardingError(
+                f"{group[0]} has no values yet: call onecopy.shard(model, ...) before export"
+            )
+        dtype = _stored_dtype(engine, tensor)
+        read = partial(_read_tensor_of, engine, tensor)
+        values += [
+            Value(name, dtype, tuple(tensor.shape), read) for name in group if name not in left_out
+        ]
+    others = tuple(_extra_states(model))
+    opened = Model(values=values, configs=configs_of(model), left_out=others)
+    if engine is None:
+        return opened
+    engine.recover()
+    return replace(opened, world=engine.collectives.groups.world, rest=engine.rest)
+
+
+def _extra_states(model: nn.Module) -> Iterator[str]:
+    """What modules add to a state_dict beside parameters and buffers."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield plain_name(f"{path}._extra_state" if path else "_extra_state")
+
+
+def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """What a state_dict would hold, each tensor once, with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in persistent_tensors(model):
+        found.setdefault(id(tensor), (tensor, []))[1].append(plain_name(name))
+    return list(found.values())
+
+
+def _stored_dtype(engine: Engine | None, tensor: Tensor) -> torch.dtype:
+    found = engine.find(tensor) if engine is not None else None
+    return tensor.dtype if found is None else found[0].dtypes.master
+
+
+@torch.no_grad()
+def _read_tensor_of(engine: Engine | None, tensor: Tensor) -> Tensor:
+    """The values of a tensor of a module, in master precision where it is sharded."""
+    found = engine.find(tensor) if engine is not None else None
+    if engine is None or found is None:
+        return tensor.detach()
+    unit, index = found
+    engine.touch.touch([tensor], torch.Tensor.detach)
+    return unit.gather_value(index)
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if handle.find(module) is not None:
+            raise ShardingError(
+                f"module {name} of this {type(model).__name__} is sharded: export that module, or "
+                "shard the whole model"
+            )
