@@ -34,7 +34,7 @@ from onecopy.checkpoint.manifest import MANIFEST, FileItems, Manifest, checksum
 from onecopy.checkpoint.unpickle import load_object, read_metadata
 from onecopy.errors import CheckpointError
 
-__all__ = ["METADATA", "Reader", "Writer", "flush_folder", "naming", "write_file"]
+__all__ = ["METADATA", "Reader", "Writer", "file_of", "flush_folder", "naming", "write_file"]
 
 METADATA = ".metadata"
 DCP_VERSION = "1.0.0"
@@ -76,6 +76,11 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def file_of(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"__{rank}_0.distcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +142,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Each rank learns the name of its file."""
-        return [
-            replace(plan, storage_data=f"__{number}_0.distcp") for number, plan in enumerate(plans)
-        ]
+        return [replace(plan, storage_data=file_of(rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, one after another, and flush them.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 import onecopy
 from onecopy.checkpoint.counters import counters_of
-from onecopy.checkpoint.files import Writer
+from onecopy.checkpoint.files import Writer, file_of
 from onecopy.checkpoint.folder import discard, prepare_new, publish, remove_old
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
 from onecopy.checkpoint.manifest import Manifest, checksum
@@ -30,7 +31,7 @@ from onecopy.checkpoint.states import (
     settle,
     states_of,
 )
-from onecopy.checkpoint.together import errors_of_ranks, together
+from onecopy.checkpoint.together import finish_together, together
 from onecopy.checkpoint.unpickle import load_object
 from onecopy.comm.groups import Group
 from onecopy.errors import CheckpointError, ConfigError
@@ -76,25 +77,32 @@ class Job:
     def write(self, group: Group) -> Path:
         """Write it; all ranks of the group do so together. Returns its folder.
 
+        Not through torch's own `save`: that one looks for the default process group and saves on
+        each rank by itself where there is none, which a script that ends may have destroyed already
+        while its last checkpoint is still being written.
+
         Raises:
             CheckpointError: on all ranks where it fails on one.
         """
         new = _make_folder(self.root, self.step, group)
         writer = Writer(new, self.manifest)
         planner = SaveRanges(self.states.ranges, self.objects, self.states.paths)
+
+        def write_part() -> tuple[SavePlan, list[WriteResult]]:
+            plan = replace(planner.create_local_plan(), storage_data=file_of(group.rank))
+            return plan, writer.write_data(plan, planner).value()
+
+        def finish(parts: list[tuple[SavePlan, list[WriteResult]]]) -> Path:
+            _, metadata = planner.create_global_plan([plan for plan, _ in parts])
+            writer.finish(metadata, [results for _, results in parts])
+            return self._publish(new)
+
         try:
-            with errors_of_ranks(group):
-                dcp.save(  # type: ignore[attr-defined]
-                    {},
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=group.process_group,
-                )
+            return finish_together(group, write_part, finish)
         except CheckpointError:
             if group.rank == 0:
                 discard(new)
             raise
-        return together(group, lambda: self._publish(new) if group.rank == 0 else new)[0]
 
     def _publish(self, new: Path) -> Path:
         folder = publish(new, self.step)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onecopy.comm.compare import gather_objects
+from onecopy.comm.compare import first_decides, gather_objects
 from onecopy.comm.groups import Group
 from onecopy.errors import CheckpointError, OneCopyError
 
-__all__ = ["errors_of_ranks", "together"]
+__all__ = ["errors_of_ranks", "finish_together", "together"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def together(group: Group, action: Callable[[], T]) -> list[T]:
@@ -23,19 +24,53 @@ def together(group: Group, action: Callable[[], T]) -> list[T]:
     Raises:
         CheckpointError: it failed on a rank, which is named; on all ranks.
     """
-    result: T | None = None
-    failure: Exception | None = None
+    result, failure = _attempt(action)
+    everyone = gather_objects(group, (result, _told(failure)))
+    message = _first_message(group, everyone)
+    if message is not None:
+        raise CheckpointError(message) from failure
+    return [value for value, _ in everyone]
+
+
+def finish_together(group: Group, action: Callable[[], T], finish: Callable[[list[T]], R]) -> R:
+    """Do something on every rank, then `finish` on the first with the results of all, in order.
+
+    Returns what `finish` returned, on all ranks; only the first one receives the others' results.
+
+    Raises:
+        CheckpointError: it failed on a rank, which is named; on all ranks.
+    """
+    result, failure = _attempt(action)
+
+    def decide(everyone: list[tuple[T, str | None]]) -> tuple[R | None, str | None]:
+        nonlocal failure
+        message = _first_message(group, everyone)
+        if message is not None:
+            return None, message
+        answer, failure = _attempt(lambda: finish([value for value, _ in everyone]))
+        return answer, _first_message(group, [(answer, _told(failure))])
+
+    told: tuple[Any, str | None] = (result, _told(failure))
+    answer, message = first_decides(group, told, decide)
+    if message is not None:
+        raise CheckpointError(message) from failure
+    return answer  # type: ignore[return-value]
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
-        result = action()
+        return action(), None
     # Every other rank waits for the news.
     except Exception as error:
-        failure = error
-    told = (result, None) if failure is None else (None, _told(failure))
-    everyone = gather_objects(group, told)
+        return None, error
+
+
+def _first_message(group: Group, everyone: list[tuple[Any, str | None]]) -> str | None:
+    """What the first rank that failed has to say."""
     for rank, (_, message) in enumerate(everyone):
         if message is not None:
-            raise CheckpointError(_on_rank(group, rank, message)) from failure
-    return [value for value, _ in everyone]
+            return _on_rank(group, rank, message)
+    return None
 
 
 @contextmanager
@@ -49,10 +84,12 @@ def errors_of_ranks(group: Group) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (failure, _) = min(error.failures.items())
-        raise CheckpointError(_on_rank(group, rank, _told(failure))) from failure
+        raise CheckpointError(_on_rank(group, rank, _told(failure) or "")) from failure
 
 
-def _told(error: BaseException) -> str:
+def _told(error: BaseException | None) -> str | None:
+    if error is None:
+        return None
     return str(error) if isinstance(error, OneCopyError) else f"{type(error).__name__}: {error}"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
     from onecopy.config import Config
 
-__all__ = ["check_equal", "gather_objects", "number_of_model"]
+__all__ = ["check_equal", "first_decides", "gather_objects", "number_of_model"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
@@ -26,6 +30,20 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values
+
+
+def first_decides(group: Group, value: T, decide: Callable[[list[T]], R]) -> R:
+    """What the first rank makes of the values of all, on every rank.
+
+    Only the first rank gets the values: many ranks may have much to say. `decide` must not raise.
+    """
+    if group.process_group is None:
+        return decide([value])
+    values: list[Any] | None = [None] * group.size if group.rank == 0 else None
+    dist.gather_object(value, values, group=group.process_group, group_dst=0)
+    answer = [None if values is None else decide(values)]
+    dist.broadcast_object_list(answer, group=group.process_group, group_src=0)
+    return answer[0]  # type: ignore[return-value]
 
 
 def number_of_model(world: Group) -> tuple[int, str]:
