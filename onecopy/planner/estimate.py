@@ -29,6 +29,12 @@ class ElementWidths:
     gradient: int = 4  # the reduced gradient that the optimizer reads
     optimizer: int = 8  # all optimizer states together: Adam keeps two fp32 moments
     remainder: int | None = None  # kept in place of a master where the compute dtype stays
+    reduce: int | None = None  # gradients on the wire; None means as wide as the compute dtype
+
+    @property
+    def wire(self) -> int:
+        """Bytes of one element of a local gradient, as it is kept and sent."""
+        return self.compute if self.reduce is None else self.reduce
 
 
 FP32 = ElementWidths()
@@ -80,7 +86,7 @@ def state_bytes(
     shares_master = not cut.releases and widths.compute == widths.master
     is_split = widths.remainder is not None and not cut.releases
     master = widths.remainder if is_split and widths.remainder is not None else widths.master
-    local_gradients = num_parameters * widths.compute if cut.keeps_gradient_buffer else 0
+    local_gradients = num_parameters * widths.wire if cut.keeps_gradient_buffer else 0
     return StateBytes(
         parameters=compute + (0 if shares_master else owned * master),
         gradients=local_gradients + owned * widths.gradient,
@@ -112,6 +118,16 @@ def paper_state_bytes(
     )
     per_parameter = sum(width / world_size if is_cut else width for is_cut, width in states)
     return num_parameters * per_parameter
+
+
+def largest_model(stage: int, capacity: float, world_size: int, model_parallel: int = 1) -> float:
+    """Parameters whose model states just fill `capacity` bytes per rank (ZeRO, table 2, theory).
+
+    Args:
+        world_size: the degree of data parallelism.
+        model_parallel: how many ranks share one copy of the model by other means.
+    """
+    return model_parallel * capacity / paper_state_bytes(stage, 1, world_size)
 
 
 def traffic(stage: int, backwards: int = 1, no_sync: bool = False) -> Traffic:
