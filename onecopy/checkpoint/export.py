@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.checkpoint.files import flush_folder, write_file
+from onecopy.checkpoint.disk import flush_folder, write_file
 from onecopy.checkpoint.huggingface import CONFIG, config_for
 from onecopy.checkpoint.values import Model, Value, open_model
 from onecopy.comm.compare import gather_objects

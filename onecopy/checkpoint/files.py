@@ -10,8 +10,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,52 +28,23 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from onecopy.checkpoint.disk import (
+    REMEDIES,
+    flush_folder,
+    naming,
+    open_file,
+    read_file,
+    write_file,
+)
 from onecopy.checkpoint.manifest import MANIFEST, FileItems, Manifest, checksum
 from onecopy.checkpoint.unpickle import load_object, read_metadata
 from onecopy.errors import CheckpointError
 
-__all__ = ["METADATA", "Reader", "Writer", "file_of", "flush_folder", "naming", "write_file"]
+__all__ = ["METADATA", "Reader", "Writer", "file_of"]
 
 METADATA = ".metadata"
 DCP_VERSION = "1.0.0"
 BUFFER_BYTES = 1 << 20
-
-
-@contextmanager
-def naming(verb: str, path: Path) -> Iterator[None]:
-    """Errors of the system inside become errors that name the file and what to do.
-
-    Raises:
-        CheckpointError: for any OSError.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be {verb}: {error.strerror or error}. Checkpoints that were complete "
-            "before are untouched"
-        ) from error
-
-
-def flush_folder(folder: Path) -> None:
-    """Make names that were made, changed or removed in a folder outlive a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file, flushed to the disk.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    with naming("written", path), path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def file_of(rank: int) -> str:
@@ -193,11 +162,28 @@ class Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         metadata.version = DCP_VERSION
         data = pickle.dumps(metadata)
+        self._check_sizes(files)
         write_file(self._folder / METADATA, data)
         files[METADATA] = FileItems(len(data), [(0, len(data), checksum(data))])
         self._manifest = replace(self._manifest, files=files)
         write_file(self._folder / MANIFEST, self._manifest.to_bytes())
         flush_folder(self._folder)
+
+    def _check_sizes(self, files: dict[str, FileItems]) -> None:
+        """What other ranks have written is here, too.
+
+        Raises:
+            CheckpointError: a file is missing, or has another size.
+        """
+        for name, items in files.items():
+            path = self._folder / name
+            with naming("written", path):
+                size = path.stat().st_size
+            if size != items.num_bytes:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, where a rank has written {items.num_bytes}: give a "
+                    "folder on storage that shows all ranks the same"
+                )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -247,8 +233,7 @@ class Reader(StorageReader):
         """
         if self._metadata is None:
             path = self._folder / METADATA
-            with naming("read", path):
-                data = path.read_bytes()
+            data = read_file(path)
             expected = self._checksums.get((METADATA, 0))
             if expected is not None and checksum(data) != expected:
                 raise _damaged(path, "the metadata")
@@ -285,9 +270,6 @@ class Reader(StorageReader):
                 f"{place.transform_descriptors[0]!r} of torch.distributed.checkpoint, which "
                 "onecopy does not read. Save again without extensions"
             )
-        name = Path(place.relative_path)
-        if name.is_absolute() or ".." in name.parts:
-            raise CheckpointError(f"{self._folder / METADATA} points outside of its folder: {name}")
         return place
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -341,6 +323,7 @@ class _OpenFile:
         self._folder = folder
         self._name: str | None = None
         self._file: Any = None
+        self._size = 0
         self._buffer = bytearray()
 
     def __enter__(self) -> _OpenFile:
@@ -357,23 +340,25 @@ class _OpenFile:
             CheckpointError: the file is missing, cannot be read, or ends before.
         """
         path = self._folder / name
-        if len(self._buffer) < length:
-            self._buffer = bytearray(length)
-        view = memoryview(self._buffer)[:length]
         with naming("read", path):
             if self._name != name:
                 self.__exit__()
-                self._file, self._name = path.open("rb", buffering=0), name
+                self._file, self._size = open_file(path)
+                self._name = name
+            if offset + length > self._size:
+                raise CheckpointError(
+                    f"{path} is cut off: it has {self._size} bytes, and {what} should go to byte "
+                    f"{offset + length}. {REMEDIES['read']}"
+                )
+            if len(self._buffer) < length:
+                self._buffer = bytearray(length)
+            view = memoryview(self._buffer)[:length]
             self._file.seek(offset)
             position = 0
             while position < length:
                 count = self._file.readinto(view[position:])
                 if not count:
-                    raise CheckpointError(
-                        f"{path} is cut off: it ends within {what}, which should go to byte "
-                        f"{offset + length}. Load another checkpoint of this run; "
-                        "load(..., fallback=True) looks for the last good one"
-                    )
+                    raise CheckpointError(f"{path} has become shorter while it was read")
                 position += count
         return view
 
@@ -401,6 +386,6 @@ def _deliver(what: str, data: memoryview, requests: list[ReadItem], planner: Loa
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is damaged: the checksum of {what} is not the one that was saved. Load another "
-        "checkpoint of this run; load(..., fallback=True) looks for the last good one"
+        f"{path} is damaged: the checksum of {what} is not the one that was saved. "
+        f"{REMEDIES['read']}"
     )

@@ -9,7 +9,10 @@
 A checkpoint is written under a hidden name, flushed, and then renamed, which happens as a whole or
 not at all; only then `latest` is moved, likewise. So whenever a process dies, `latest` names a
 complete checkpoint. Where a step is saved again, the old one is set aside under a hidden name until
-the new one is in place, and found there if the run ends in between.
+the new one is in place, and found there if the run ends in between. What is removed is renamed
+first, so that no part of it is ever taken for a checkpoint.
+
+`latest` decides what is loaded. Where it is missing or empty, the highest step does.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import secrets
 import shutil
 from pathlib import Path
 
-from onecopy.checkpoint.files import METADATA, flush_folder, naming, write_file
+from onecopy.checkpoint.disk import flush_folder, naming, write_file
+from onecopy.checkpoint.files import METADATA
 from onecopy.checkpoint.manifest import MANIFEST
+from onecopy.errors import CheckpointError
 
 __all__ = [
     "LATEST",
@@ -35,7 +40,9 @@ __all__ = [
 ]
 
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d{8,})")
+# Longer names are in no `latest` that onecopy or DeepSpeed has written.
+LATEST_BYTES = 256
+_STEP = re.compile(r"step-([0-9]{8,})")
 _NEW, _OLD = ".new", ".old"
 
 
@@ -51,6 +58,15 @@ def step_of(folder: Path) -> int | None:
 
 def _is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and step_of(folder) is not None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / METADATA).is_file() or (path / MANIFEST).is_file()
+
+
+def _aside(folder: Path) -> Path:
+    """Where a checkpoint is while a new one takes its place."""
+    return folder.with_name(f".{folder.name}{_OLD}")
 
 
 def steps_in(root: Path) -> list[Path]:
@@ -69,19 +85,30 @@ def steps_in(root: Path) -> list[Path]:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Checkpoints to load from, the best first: what `latest` names, then the others, newest first.
+    """Checkpoints to load from, the best first; one at least, which may not be there.
 
-    The path itself where it is a checkpoint.
+    The path itself where it is a checkpoint. Of a root first what `latest` names, then those before
+    it, newest first, and last those of later steps, from which the run may have gone back. Without
+    `latest` all, newest first.
+
+    Raises:
+        CheckpointError: the root or its `latest` cannot be read.
     """
-    if not path.is_dir() or (path / METADATA).is_file() or (path / MANIFEST).is_file():
+    if _is_checkpoint(path):
         return [path]
+    if not path.is_dir():
+        return [_aside(path) if _is_complete(_aside(path)) else path]
     steps = steps_in(path)[::-1]
     named = _read_latest(path)
     if named is None:
         return steps or [path]
     number = step_of(path / named)
-    first = [one for one in steps if step_of(one) == number] or [path / named]
-    return [*first, *(one for one in steps if one not in first)]
+    if number is None:
+        return [path / named, *(one for one in steps if one.name != named)]
+    by_number = {step_of(one) or 0: one for one in steps}
+    first = by_number.pop(number, path / named)
+    later = [one for step, one in by_number.items() if step > number]
+    return [first, *(one for step, one in by_number.items() if step < number), *later]
 
 
 def find_step(path: Path) -> Path:
@@ -93,9 +120,10 @@ def _read_latest(root: Path) -> str | None:
     path = root / LATEST
     if not path.is_file():
         return None
-    with naming("read", path):
-        name = path.read_text(errors="replace").strip()
-    return name if name and Path(name).name == name else None
+    with naming("read", path), path.open("rb") as file:
+        name = file.read(LATEST_BYTES).decode(errors="replace").strip()
+    # A name, and no path that leads elsewhere.
+    return name if name != ".." and Path(name).name == name and "\0" not in name else None
 
 
 # Writing, on one rank --------------------------------------------------------------------------
@@ -107,15 +135,30 @@ def prepare_new(root: Path, step: int) -> Path:
     Its name is new each time: other ranks see it only if they see the same storage.
 
     Raises:
-        CheckpointError: the root is a file, or cannot be written.
+        CheckpointError: the root is a file or a checkpoint, or cannot be written.
     """
+    if _is_checkpoint(root):
+        raise CheckpointError(
+            f"{root} is a checkpoint itself, and those saved in it would not be found. Give the "
+            f"folder that holds it, {root.parent}, or another one"
+        )
     with naming("written", root):
-        root.mkdir(parents=True, exist_ok=True)
+        if root.exists() and not root.is_dir():
+            raise CheckpointError(f"{root} is a file: give a folder to save checkpoints in")
+        _make(root)
         for left in root.glob(f".step-*{_NEW}"):
             shutil.rmtree(left, ignore_errors=True)
         folder = root / f".{_name(step)}.{secrets.token_hex(4)}{_NEW}"
         folder.mkdir()
     return folder
+
+
+def _make(root: Path) -> None:
+    """Make a folder and those above it; their names are on the disk afterwards."""
+    missing = [one for one in (root, *root.parents) if not one.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        flush_folder(folder.parent)
 
 
 def publish(new: Path, step: int) -> Path:
@@ -125,20 +168,25 @@ def publish(new: Path, step: int) -> Path:
         CheckpointError: the root cannot be written.
     """
     root, name = new.parent, _name(step)
-    target, old = root / name, root / f".{name}{_OLD}"
+    target = root / name
     with naming("written", root):
-        if target.exists():
-            if old.exists():
-                _remove(old)
-            target.rename(old)
-        new.rename(target)
+        if _is_complete(target):
+            if _aside(target).exists():
+                _remove(_aside(target))
+            target.rename(_aside(target))
+        elif target.exists():
+            _remove(target)
+        try:
+            new.rename(target)
+        except OSError:
+            if _is_complete(_aside(target)):
+                _aside(target).rename(target)
+            raise
         flush_folder(root)
         temporary = root / f".{LATEST}{_NEW}"
         write_file(temporary, f"{name}\n".encode())
         temporary.replace(root / LATEST)
         flush_folder(root)
-        if old.exists():
-            _remove(old)
     return target
 
 
@@ -151,27 +199,38 @@ def remove_old(root: Path, current: int, keep: int | None, keep_every: int | Non
     """Remove earlier checkpoints than `current`, but for the last `keep` (with it) and each
     `keep_every`-th step. Those of later steps, from which a run went back, are left alone.
 
+    What was set aside for another of the same step goes in any case.
+
     Returns what was removed.
 
     Raises:
-        CheckpointError: something cannot be removed.
+        CheckpointError: something cannot be removed; the rest is.
     """
-    if keep is None:
-        return []
+    unwanted = [
+        one for one in root.glob(f".step-*{_OLD}") if _is_complete(root / _name(step_of(one) or 0))
+    ]
     before = [one for one in steps_in(root) if (step_of(one) or 0) < current]
-    removed = []
-    for folder in before[: max(0, len(before) - (keep - 1))]:
-        if keep_every and (step_of(folder) or 0) % keep_every == 0:
-            continue
-        with naming("removed", folder):
-            _remove(folder)
-        removed.append(folder)
-    return removed
+    for folder in before[: max(0, len(before) - (keep - 1))] if keep is not None else ():
+        if not keep_every or (step_of(folder) or 0) % keep_every:
+            unwanted.append(folder)
+    failures = []
+    for folder in unwanted:
+        try:
+            with naming("removed", folder):
+                _remove(folder)
+        except CheckpointError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return unwanted
 
 
 def _remove(folder: Path) -> None:
-    # Without its manifest it is no checkpoint any more, whenever the rest goes.
-    (folder / MANIFEST).unlink(missing_ok=True)
-    hidden = folder.with_name(f".{folder.name.removeprefix('.')}{_NEW}")
+    # Under a name of what is not complete, before any part of it goes.
+    hidden = folder.with_name(f".{folder.name.removeprefix('.')}.{secrets.token_hex(4)}{_NEW}")
     folder.rename(hidden)
-    shutil.rmtree(hidden)
+    flush_folder(folder.parent)
+    if hidden.is_symlink():
+        hidden.unlink()
+    else:
+        shutil.rmtree(hidden)

@@ -15,7 +15,8 @@ from rich.console import Console
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from onecopy.checkpoint.contents import Contents, contents_of
-from onecopy.checkpoint.files import METADATA, naming
+from onecopy.checkpoint.disk import naming
+from onecopy.checkpoint.files import METADATA
 from onecopy.checkpoint.folder import LATEST, find_step, step_of
 from onecopy.checkpoint.huggingface import NOT_EXPORTED
 from onecopy.checkpoint.manifest import MANIFEST, Manifest

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from onecopy.checkpoint.counters import counters_of
 from onecopy.checkpoint.files import Writer, file_of
 from onecopy.checkpoint.folder import discard, prepare_new, publish, remove_old
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
-from onecopy.checkpoint.manifest import Manifest, checksum
+from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.plan import SaveRanges
 from onecopy.checkpoint.random_states import random_states
 from onecopy.checkpoint.states import (
@@ -55,8 +57,8 @@ class Options:
         """Raises ConfigError for numbers that cannot be meant."""
         for name, least in (("step", 0), ("keep", 1), ("keep_every", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"save({name}={value}): give {least} or more")
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ConfigError(f"save({name}={value!r}): give a whole number, {least} or more")
 
 
 @dataclass(frozen=True)
@@ -92,22 +94,25 @@ class Job:
             plan = replace(planner.create_local_plan(), storage_data=file_of(group.rank))
             return plan, writer.write_data(plan, planner).value()
 
-        def finish(parts: list[tuple[SavePlan, list[WriteResult]]]) -> Path:
+        def finish(parts: list[tuple[SavePlan, list[WriteResult]]]) -> str:
             _, metadata = planner.create_global_plan([plan for plan, _ in parts])
             writer.finish(metadata, [results for _, results in parts])
             return self._publish(new)
 
         try:
-            return finish_together(group, write_part, finish)
-        except CheckpointError:
+            return self.root / finish_together(group, write_part, finish)
+        except BaseException:
             if group.rank == 0:
                 discard(new)
             raise
 
-    def _publish(self, new: Path) -> Path:
+    def _publish(self, new: Path) -> str:
         folder = publish(new, self.step)
-        remove_old(self.root, self.step, self.options.keep, self.options.keep_every)
-        return folder
+        try:
+            remove_old(self.root, self.step, self.options.keep, self.options.keep_every)
+        except CheckpointError as error:
+            warnings.warn(f"{error}. {folder} is complete", stacklevel=2)
+        return folder.name
 
 
 def save(  # noqa: PLR0913
@@ -177,8 +182,8 @@ def prepare(
     if step is None:
         steps = [one.binding.num_steps for one in named.optimizers.values()]
         step = steps[0] if steps else 0
-    group, own_extra = named.group, _packed("extra", options.extra)
-    everyone = together(group, lambda: (step, str(root), checksum(own_extra)))
+    group, packed = named.group, _Packed()
+    everyone = together(group, lambda: (step, str(root), packed.collect(named, options.extra)))
     for rank, theirs in enumerate(everyone):
         if theirs[:2] != everyone[0][:2]:
             raise CheckpointError(
@@ -186,16 +191,33 @@ def prepare(
                 f"{everyone[0][0]} to {everyone[0][1]}, rank {group.ranks[rank]} step {theirs[0]} "
                 f"to {theirs[1]}. Pass the same root and step on all ranks"
             )
-    states = states_of(named)
-    objects = {key: _packed(key, value) for key, value in states.objects.items()}
-    objects[f"onecopy.rng.{group.rank}"] = _packed("random states", random_states())
+    states, objects = packed.states, packed.objects
     is_alike = len({one[2] for one in everyone}) == 1
     extras = [f"onecopy.extra.{rank}" for rank in range(1 if is_alike else group.size)]
     if group.rank < len(extras):
-        objects[extras[group.rank]] = own_extra
+        objects[extras[group.rank]] = packed.extra
     states.paths |= {key: (key,) for key in objects if key not in states.paths}
     manifest = _manifest(named, step, extras, states.aliases)
-    return named, Job(Path(root), step, states, objects, manifest, options)
+    # Whatever becomes of the working directory until it is written.
+    absolute = Path(root).expanduser().absolute()
+    return named, Job(absolute, step, states, objects, manifest, options)
+
+
+class _Packed:
+    """What this rank saves; collecting it can fail on one rank alone."""
+
+    states: States
+    objects: dict[str, bytes]
+    extra: bytes
+
+    def collect(self, named: Named, extra: Any) -> bytes:
+        """Collect it; a digest of `extra`, by which ranks see whether theirs are alike."""
+        self.states = states_of(named)
+        self.extra = _packed("extra", extra)
+        self.objects = {key: _packed(key, value) for key, value in self.states.objects.items()}
+        rng_key = f"onecopy.rng.{named.group.rank}"
+        self.objects[rng_key] = _packed("random states", random_states())
+        return hashlib.sha256(self.extra).digest()
 
 
 def _packed(what: str, value: Any) -> bytes:
@@ -283,11 +305,8 @@ def _make_folder(root: Path, step: int, group: Group) -> Path:
     Raises:
         CheckpointError: it cannot be made, or a rank does not see it.
     """
-    made: list[Path | None] = together(
-        group, lambda: prepare_new(root, step) if group.rank == 0 else None
-    )
-    new = made[0]
-    assert new is not None, "the first rank has made it or raised"
+    name = together(group, lambda: prepare_new(root, step).name if group.rank == 0 else "")[0]
+    new = root / name
 
     def look() -> None:
         deadline = time.monotonic() + SEEN_AFTER
@@ -302,7 +321,7 @@ def _make_folder(root: Path, step: int, group: Group) -> Path:
 
     try:
         together(group, look)
-    except CheckpointError:
+    except BaseException:
         if group.rank == 0:
             discard(new)
         raise

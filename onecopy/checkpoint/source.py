@@ -10,7 +10,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
-from onecopy.checkpoint.files import METADATA, Reader, naming
+from onecopy.checkpoint.disk import read_file
+from onecopy.checkpoint.files import METADATA, Reader
 from onecopy.checkpoint.folder import find_step
 from onecopy.checkpoint.manifest import MANIFEST, Manifest
 from onecopy.errors import CheckpointError
@@ -50,9 +51,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     folder = find_step(Path(path))
     manifest_path = folder / MANIFEST
     if manifest_path.is_file():
-        with naming("read", manifest_path):
-            data = manifest_path.read_bytes()
-        manifest = Manifest.from_bytes(manifest_path, data)
+        manifest = Manifest.from_bytes(manifest_path, read_file(manifest_path))
         return Source(folder, Reader(folder, manifest), manifest)
     if (folder / METADATA).is_file():
         return Source(folder, Reader(folder), None)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from onecopy.comm.compare import first_decides, gather_objects
 from onecopy.comm.groups import Group
-from onecopy.errors import CheckpointError, OneCopyError
+from onecopy.errors import CheckpointError, CommunicationError, OneCopyError
 
 __all__ = ["errors_of_ranks", "finish_together", "together"]
 
@@ -23,9 +23,11 @@ def together(group: Group, action: Callable[[], T]) -> list[T]:
 
     Raises:
         CheckpointError: it failed on a rank, which is named; on all ranks.
+        CommunicationError: a rank has ended.
     """
     result, failure = _attempt(action)
-    everyone = gather_objects(group, (result, _told(failure)))
+    with _transfers(group):
+        everyone = gather_objects(group, (result, _told(failure)))
     message = _first_message(group, everyone)
     if message is not None:
         raise CheckpointError(message) from failure
@@ -39,6 +41,7 @@ def finish_together(group: Group, action: Callable[[], T], finish: Callable[[lis
 
     Raises:
         CheckpointError: it failed on a rank, which is named; on all ranks.
+        CommunicationError: a rank has ended.
     """
     result, failure = _attempt(action)
 
@@ -51,7 +54,8 @@ def finish_together(group: Group, action: Callable[[], T], finish: Callable[[lis
         return answer, _first_message(group, [(answer, _told(failure))])
 
     told: tuple[Any, str | None] = (result, _told(failure))
-    answer, message = first_decides(group, told, decide)
+    with _transfers(group):
+        answer, message = first_decides(group, told, decide)
     if message is not None:
         raise CheckpointError(message) from failure
     return answer  # type: ignore[return-value]
@@ -79,12 +83,32 @@ def errors_of_ranks(group: Group) -> Iterator[None]:
 
     Raises:
         CheckpointError: instead of CheckpointException.
+        CommunicationError: a rank has ended.
     """
     try:
-        yield
+        with _transfers(group):
+            yield
     except CheckpointException as error:
-        rank, (failure, _) = min(error.failures.items())
+        own, _ = error.failures.get(group.rank, (None, None))
+        if own is not None and not isinstance(own, Exception):
+            # Ctrl-C is no fault of a checkpoint, and no reason to try another one.
+            raise own from None
+        rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
         raise CheckpointError(_on_rank(group, rank, _told(failure) or "")) from failure
+
+
+@contextmanager
+def _transfers(group: Group) -> Iterator[None]:
+    """What the transport says of ranks that have ended becomes an error that says so."""
+    try:
+        yield
+    except OneCopyError:
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {group.ranks[group.rank]}: a rank of {list(group.ranks)} has ended during a "
+            f"checkpoint ({error}); its own output says why. The last good checkpoint is untouched"
+        ) from error
 
 
 def _told(error: BaseException | None) -> str | None:
