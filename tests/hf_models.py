@@ -45,6 +45,10 @@ def llama() -> nn.Module:
     return _hf("LlamaForCausalLM", "LlamaConfig", **_LLAMA_SIZES)
 
 
+def tied_llama() -> nn.Module:
+    return _hf("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True, **_LLAMA_SIZES)
+
+
 def mixtral() -> nn.Module:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     eager = {"experts_implementation": "eager", "attention_dropout": 0.0}
@@ -57,3 +61,9 @@ def t5() -> nn.Module:
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     plain = {"dropout_rate": 0.0, "use_cache": False}
     return _hf("T5ForConditionalGeneration", "T5Config", **sizes, **depth, **tokens, **plain)
+
+
+def bert() -> nn.Module:
+    sizes = {"vocab_size": 101, "hidden_size": 16, "intermediate_size": 24}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 16}
+    return _hf("BertForMaskedLM", "BertConfig", **sizes, **depth)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,7 @@ def read_tensor(source: Source, key: str) -> Tensor:
 
 
 def _module(model: nn.Module) -> Model:
-    owner = handle.find(model)
+    owner: Any = handle.find(model)
     engine: Engine | None = owner.engine if owner is not None else None
     if engine is None:
         _refuse_parts(model)
@@ -162,7 +162,9 @@ def _module(model: nn.Module) -> Model:
     opened = Model(values=values, configs=configs_of(model), left_out=others)
     if engine is None:
         return opened
+    owner.backward.flush()
     engine.recover()
+    engine.check_parameters()
     return replace(opened, world=engine.collectives.groups.world, rest=engine.rest)
 
 

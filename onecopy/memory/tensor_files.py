@@ -275,8 +275,8 @@ class FileWriter:
             )
         for block in value.detach().reshape(-1).split(BLOCK_NUMEL):
             if block.numel():
+                _check_range(tensor, block)
                 converted = block.to("cpu").to(tensor.dtype)
-                _check_range(tensor, block, converted)
                 self._file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()))
         return tensor
 
@@ -311,16 +311,18 @@ def _header(tensors: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _check_range(tensor: TensorSpec, block: torch.Tensor, converted: torch.Tensor) -> None:
-    """Refuse finite values that a narrower dtype has made infinite, or no number."""
+def _check_range(tensor: TensorSpec, block: torch.Tensor) -> None:
+    """Refuse finite values that a narrower dtype would make infinite, or its largest number."""
     if not (tensor.dtype.is_floating_point and block.is_floating_point()):
         return
-    if torch.finfo(tensor.dtype).max >= torch.finfo(block.dtype).max:
+    info = torch.finfo(tensor.dtype)
+    if info.max >= torch.finfo(block.dtype).max:
         return
-    lost = block.isfinite() & ~converted.to(torch.float32).isfinite().to(block.device)
+    # Half of the last place above the largest number: from there on, nothing rounds to it.
+    limit = info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 1) / 2
+    lost = block.isfinite() & (block.abs() >= limit)
     if lost.any():
         raise CheckpointError(
             f"{tensor.name} has values up to {block[lost].abs().max().item():.3g}, and "
-            f"{tensor.dtype} ends at {torch.finfo(tensor.dtype).max:.3g}: choose a dtype of wider "
-            "range, bf16 for one"
+            f"{tensor.dtype} ends at {info.max:.3g}: choose a dtype of wider range, bf16 for one"
         )
