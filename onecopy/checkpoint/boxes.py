@@ -11,11 +11,13 @@ inwards. Each box is contiguous in the flattened tensor. Integers only.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-__all__ = ["Box", "boxes_of_range", "whole_box"]
+__all__ = ["Box", "boxes_of_range", "overlapping", "whole_box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +81,43 @@ def _largest_at(shape: Sequence[int], strides: Sequence[int], position: int, max
             sizes = (1,) * dim + (count,) + tuple(shape[dim + 1 :])
             return Box(offsets, sizes, position)
     return Box((), (), position)
+
+
+class _HasPlace(Protocol):
+    """A box, or a chunk of torch.distributed.checkpoint."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+B = TypeVar("B", bound=_HasPlace)
+
+
+def overlapping(boxes: Sequence[B]) -> Iterator[tuple[B, B]]:
+    """Pairs of boxes of one tensor that have an element in common."""
+    boxes = [box for box in boxes if math.prod(box.sizes)]
+    if not boxes or not boxes[0].offsets:
+        yield from itertools.pairwise(boxes)
+        return
+    # Along the dimension that tells most of them apart only neighbours need be compared.
+    sweep = max(range(len(boxes[0].offsets)), key=lambda dim: len({b.offsets[dim] for b in boxes}))
+    boxes.sort(key=lambda box: box.offsets[sweep])
+    for number, box in enumerate(boxes):
+        end = box.offsets[sweep] + box.sizes[sweep]
+        for other in boxes[number + 1 :]:
+            if other.offsets[sweep] >= end:
+                break
+            if _overlap(box, other):
+                yield box, other
+
+
+def _overlap(first: _HasPlace, second: _HasPlace) -> bool:
+    return all(
+        start < other + other_count and other < start + count
+        for start, count, other, other_count in zip(
+            first.offsets, first.sizes, second.offsets, second.sizes, strict=True
+        )
+    )

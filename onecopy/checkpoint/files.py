@@ -287,10 +287,51 @@ class Reader(StorageReader):
             for where in sorted(wanted):
                 name = wanted[where][0].storage_index.fqn
                 data = self._read(file, where, name)
-                _deliver(f"{name} in {self._folder / where[0]}", data, wanted[where], planner)
+                self._deliver(f"{name} in {self._folder / where[0]}", data, wanted[where], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _deliver(
+        self, what: str, data: memoryview, requests: list[ReadItem], planner: LoadPlanner
+    ) -> None:
+        """Give one item to those who asked for it, or for parts of it."""
+        tensor: Any = None
+        for request in requests:
+            if request.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(request, io.BytesIO(data))
+                continue
+            if tensor is None:
+                tensor = load_object(what, data)
+            self._check_part(what, tensor, request.storage_index)
+            part = tensor
+            for dim, (start, size) in enumerate(
+                zip(request.storage_offsets, request.lengths, strict=True)
+            ):
+                part = part.narrow(dim, start, size)
+            target = planner.resolve_tensor(request)
+            target.detach().copy_(part)
+            planner.commit_tensor(request, target)
+
+    def _check_part(self, what: str, tensor: Any, index: MetadataIndex) -> None:
+        """A stored tensor is what the metadata says: copying would cast and broadcast others.
+
+        Raises:
+            CheckpointError: it is another.
+        """
+        entry: Any = self.read_metadata().state_dict_metadata[index.fqn]
+        chunks = entry.chunks if index.index is None else [entry.chunks[index.index]]
+        chunk = next((one for one in chunks if one.offsets == index.offset), None)
+        said = f"{entry.properties.dtype} {list(chunk.sizes)}" if chunk else "something"
+        is_plain = (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        )
+        found = f"{tensor.dtype} {list(tensor.shape)}" if is_plain else type(tensor).__name__
+        if found != said or tensor.is_meta:
+            raise CheckpointError(
+                f"{what} is {found}, where {METADATA} says {said}: the checkpoint is damaged. "
+                f"{REMEDIES['read']}"
+            )
 
     def read_item(self, index: MetadataIndex) -> bytes:
         """The bytes of one item, compared with its checksum where there is one.
@@ -361,27 +402,6 @@ class _OpenFile:
                     raise CheckpointError(f"{path} has become shorter while it was read")
                 position += count
         return view
-
-
-def _deliver(what: str, data: memoryview, requests: list[ReadItem], planner: LoadPlanner) -> None:
-    """Give one item to those who asked for it, or for parts of it."""
-    tensor: Any = None
-    for request in requests:
-        if request.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(request, io.BytesIO(data))
-            continue
-        if tensor is None:
-            tensor = load_object(what, data)
-            if not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{what} is a {type(tensor).__name__}, not a tensor")
-        part = tensor
-        for dim, (start, size) in enumerate(
-            zip(request.storage_offsets, request.lengths, strict=True)
-        ):
-            part = part.narrow(dim, start, size)
-        target = planner.resolve_tensor(request)
-        target.detach().copy_(part)
-        planner.commit_tensor(request, target)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -96,18 +96,20 @@ def load(
     named = name_all(model, optimizer)
     settle(named)
     group = named.group
-    found = together(group, lambda: folders.candidates(Path(root)) if group.rank == 0 else [])[0]
+    path = Path(root).expanduser()
+    found = together(group, lambda: folders.candidates(path) if group.rank == 0 else [])[0]
+    failures: list[CheckpointError] = []
     for number, folder in enumerate(found):
         try:
             return _load_one(folder, named)
         except CheckpointError as error:
-            if not fallback or number + 1 == len(found):
+            if not fallback or len(found) == 1:
                 raise
-            if group.rank == 0:
-                warnings.warn(
-                    f"{error}. Trying the checkpoint before it, {found[number + 1]}", stacklevel=2
-                )
-    raise AssertionError("there is always one candidate, which loads or raises")
+            failures.append(error)
+            if group.rank == 0 and number + 1 < len(found):
+                warnings.warn(f"{error}. Trying {found[number + 1]} instead", stacklevel=2)
+    tried = "".join(f"\n- {error}" for error in failures)
+    raise CheckpointError(f"none of the checkpoints of {path} can be loaded:{tried}")
 
 
 def _load_one(folder: Path, named: Named) -> Loaded:
@@ -117,9 +119,12 @@ def _load_one(folder: Path, named: Named) -> Loaded:
     together(group, targets.plan)
     targets.read(targets.keys, [])
     together(group, targets.take_objects)
-    targets.read([], targets.ranges)
-    with torch.no_grad():
-        targets.finish()
+    try:
+        targets.read([], targets.ranges)
+    finally:
+        # Also where a part is missing: what a model computes with is what its masters are.
+        targets.refresh()
+    together(group, targets.finish)
     return targets.loaded()
 
 
@@ -239,8 +244,9 @@ class _Targets:
         for states in self._optimizers:
             states.take_objects(self._objects)
 
-    def finish(self) -> None:
-        """All is read: let models, optimizers and counters continue with it."""
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let models compute with what is in their masters now."""
         for model in self._named.models.values():
             for unit in model.engine.units:
                 unit.note_update()
@@ -248,6 +254,14 @@ class _Targets:
             for unit in model.engine.units:
                 if unit.releases:
                     unit.split_master()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All is read: let modules, optimizers and counters continue with it.
+
+        Raises:
+            Exception: what was read does not suit them.
+        """
         for module, value in self._extra_states:
             module.set_extra_state(self._objects[value] if isinstance(value, str) else value)
         for states in self._optimizers:

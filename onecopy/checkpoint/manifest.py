@@ -91,9 +91,31 @@ class Manifest:
                 name: FileItems(one["num_bytes"], [tuple(item) for item in one["items"]])
                 for name, one in values["files"].items()
             }
-            return cls(**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            manifest = cls(**values)
+            manifest._check()
+            return manifest
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged: {error}. Load another checkpoint of this run; "
                 "load(..., fallback=True) looks for the last good one"
             ) from error
+
+    def _check(self) -> None:
+        """What others rely on without looking.
+
+        Raises:
+            TypeError, ValueError: an entry has another type, or a name leads out of the folder.
+        """
+        kinds: dict[type, list[Any]] = {
+            int: [self.step, self.world_size, self.format],
+            str: [self.version, self.torch_version, *self.extras, *self.aliases.values()],
+            dict: [*self.models.values(), *self.optimizers.values(), *self.configs.values()],
+            list: [self.extras],
+        }
+        for kind, values in kinds.items():
+            for value in values:
+                if type(value) is not kind:
+                    raise TypeError(f"{value!r} is no {kind.__name__}")
+        for name in (*self.files, *(file for texts in self.configs.values() for file in texts)):
+            if Path(name).name != name or name == "..":
+                raise ValueError(f"{name!r} is no name of a file")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from onecopy.checkpoint.boxes import Box
+from onecopy.checkpoint.boxes import Box, overlapping
 from onecopy.checkpoint.ranges import Range
 from onecopy.errors import CheckpointError
 
@@ -164,6 +164,13 @@ class LoadRanges(DefaultLoadPlanner):
             self._tensors[MetadataIndex(one.key, box.offsets)] = values
             chunks.append(_chunk(box))
         items = create_read_items_for_chunk_list(one.key, stored, chunks)
+        read = {item.storage_index.index or 0 for item in items}
+        twice = next(overlapping([stored.chunks[number] for number in read]), None)
+        if twice is not None:
+            raise CheckpointError(
+                f"{self._where} holds parts of {one.key} twice, those from "
+                f"{list(twice[0].offsets)} and {list(twice[1].offsets)} overlap: it is damaged"
+            )
         found = sum(item.lengths.numel() for item in items)
         if found != one.numel:
             raise CheckpointError(

@@ -10,13 +10,16 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
-from onecopy.checkpoint.disk import read_file
+from onecopy.checkpoint.disk import REMEDIES, read_file
 from onecopy.checkpoint.files import METADATA, Reader
-from onecopy.checkpoint.folder import find_step
+from onecopy.checkpoint.folder import LATEST, find_step
 from onecopy.checkpoint.manifest import MANIFEST, Manifest
 from onecopy.errors import CheckpointError
 
 __all__ = ["Source", "open_source"]
+
+# Keys that only onecopy writes, into each of its checkpoints.
+OF_ONECOPY = "onecopy.rng."
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,16 @@ class Source:
     @cached_property
     def metadata(self) -> Metadata:
         """Names, shapes and places of what is stored. Raises CheckpointError if damaged."""
-        return self.reader.read_metadata()
+        found = self.reader.read_metadata()
+        if self.manifest is None and any(
+            key.startswith(OF_ONECOPY) for key in found.state_dict_metadata
+        ):
+            # Without it the step, the extras and the random states would be missed silently.
+            raise CheckpointError(
+                f"{self.path / MANIFEST} is missing, with the step and the checksums of this "
+                f"checkpoint. {REMEDIES['read']}"
+            )
+        return found
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
@@ -48,14 +60,21 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    folder = find_step(Path(path))
+    folder = find_step(Path(path).expanduser())
     manifest_path = folder / MANIFEST
     if manifest_path.is_file():
         manifest = Manifest.from_bytes(manifest_path, read_file(manifest_path))
         return Source(folder, Reader(folder, manifest), manifest)
     if (folder / METADATA).is_file():
         return Source(folder, Reader(folder), None)
+    latest = folder.parent / LATEST
+    if not folder.exists() and latest.is_file():
+        raise CheckpointError(
+            f"{folder} is no checkpoint: it is not there, though {latest} may name it. "
+            f"{REMEDIES['read']}"
+        )
+    has = f"it has neither {MANIFEST} nor {METADATA}" if folder.exists() else "it is not there"
     raise CheckpointError(
-        f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Give the folder of "
-        "one checkpoint, or the root that was given to onecopy.save"
+        f"{folder} is no checkpoint: {has}. Give the folder of one checkpoint, or the root that was "
+        "given to onecopy.save"
     )

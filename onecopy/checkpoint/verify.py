@@ -8,24 +8,23 @@ not look at; it is compared here.
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import StorageReader
 
+from onecopy.checkpoint.boxes import overlapping
 from onecopy.checkpoint.files import Reader
 from onecopy.checkpoint.folder import steps_in
 from onecopy.checkpoint.manifest import MANIFEST, checksum
@@ -301,40 +300,11 @@ def _fault_of_chunks(entry: TensorStorageMetadata) -> str:
     stored = sum(chunk.sizes.numel() for chunk in entry.chunks)
     if stored < entry.size.numel():
         return f"only {stored} of its {entry.size.numel()} elements are stored"
-    overlap = next(_overlaps(entry.chunks), None)
+    overlap = next(overlapping(entry.chunks), None)
     if overlap is not None:
         first, second = overlap
         return f"the parts from {list(first.offsets)} and {list(second.offsets)} overlap"
     return ""
-
-
-def _overlaps(
-    chunks: list[ChunkStorageMetadata],
-) -> Iterator[tuple[ChunkStorageMetadata, ChunkStorageMetadata]]:
-    """Pairs of boxes that have an element in common."""
-    boxes = [chunk for chunk in chunks if chunk.sizes.numel()]
-    if not boxes or not boxes[0].offsets:
-        yield from itertools.pairwise(boxes)
-        return
-    # Along the dimension that tells most of them apart only neighbours need be compared.
-    sweep = max(range(len(boxes[0].offsets)), key=lambda dim: len({b.offsets[dim] for b in boxes}))
-    boxes.sort(key=lambda box: box.offsets[sweep])
-    for number, box in enumerate(boxes):
-        end = box.offsets[sweep] + box.sizes[sweep]
-        for other in boxes[number + 1 :]:
-            if other.offsets[sweep] >= end:
-                break
-            if _overlap(box, other):
-                yield box, other
-
-
-def _overlap(first: ChunkStorageMetadata, second: ChunkStorageMetadata) -> bool:
-    return all(
-        start < other + other_count and other < start + count
-        for start, count, other, other_count in zip(
-            first.offsets, first.sizes, second.offsets, second.sizes, strict=True
-        )
-    )
 
 
 # Other formats --------------------------------------------------------------------------------
