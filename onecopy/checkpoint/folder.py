@@ -37,6 +37,7 @@ __all__ = [
     "remove_old",
     "step_of",
     "steps_in",
+    "unfinished_in",
 ]
 
 LATEST = "latest"
@@ -82,6 +83,11 @@ def steps_in(root: Path) -> list[Path]:
     for folder in sorted(found, key=lambda one: one.name):
         by_step[step_of(folder)] = folder
     return [by_step[step] for step in sorted(by_step, key=lambda step: step or 0)]
+
+
+def unfinished_in(root: Path) -> list[Path]:
+    """Hidden folders that are being written or removed, or were when their run ended."""
+    return sorted(root.glob(f".step-*{_NEW}"))
 
 
 def candidates(path: Path) -> list[Path]:
@@ -146,7 +152,7 @@ def prepare_new(root: Path, step: int) -> Path:
         if root.exists() and not root.is_dir():
             raise CheckpointError(f"{root} is a file: give a folder to save checkpoints in")
         _make(root)
-        for left in root.glob(f".step-*{_NEW}"):
+        for left in unfinished_in(root):
             shutil.rmtree(left, ignore_errors=True)
         folder = root / f".{_name(step)}.{secrets.token_hex(4)}{_NEW}"
         folder.mkdir()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from onecopy.checkpoint.contents import Contents, contents_of
 from onecopy.checkpoint.disk import naming
 from onecopy.checkpoint.files import METADATA
-from onecopy.checkpoint.folder import LATEST, find_step, step_of
+from onecopy.checkpoint.folder import LATEST, find_step, step_of, unfinished_in
 from onecopy.checkpoint.huggingface import NOT_EXPORTED
 from onecopy.checkpoint.manifest import MANIFEST, Manifest
 from onecopy.checkpoint.plan import LoadRanges
@@ -31,6 +31,7 @@ from onecopy.report.tables import new_table, print_table
 __all__ = ["Inspection", "Step", "health_of", "inspect", "print_inspection"]
 
 COMPLETE = "complete"
+UNFINISHED = "being written, or its run has ended"
 SHOWN_FILES = 16
 
 
@@ -149,7 +150,7 @@ def health_of(folder: Path) -> str:
     try:
         manifest = _manifest_of(folder)
     except CheckpointError as error:
-        return str(error)
+        return str(error).replace(f"{folder}{os.sep}", "")
     if manifest is None:
         return "not known: there is no manifest" if (folder / METADATA).is_file() else "unfinished"
     for name, file in manifest.files.items():
@@ -282,18 +283,16 @@ def _steps(root: Path, chosen: Path) -> list[Step]:
     if chosen == root:
         return []
     latest = find_step(root) if (root / LATEST).is_file() else None
-    found = []
-    for folder in sorted(root.iterdir()):
-        # What begins with a dot is being written, or was set aside while another one was.
-        number = step_of(folder.with_name(folder.name.removesuffix(".new")))
-        if folder.is_dir() and number is not None:
-            is_new = folder.name.endswith(".new")
-            health = "unfinished: being written, or its run has ended" if is_new else None
-            found.append((number, _step(folder, health, folder == latest)))
+    begun = unfinished_in(root)
+    found = [
+        _step(folder, None, folder == latest)
+        for folder in sorted(root.iterdir())
+        if folder.is_dir() and step_of(folder) is not None
+    ]
     if latest is not None and not latest.exists():
-        missing = f"missing, though {LATEST} names it"
-        found.append((step_of(latest) or 0, _step(latest, missing, True)))
-    return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].folder))]
+        found.append(_step(latest, f"missing, though {LATEST} names it", True))
+    found.sort(key=lambda one: (one.step or 0, one.folder))
+    return [*found, *(_step(folder, UNFINISHED, False) for folder in begun)]
 
 
 def _step(folder: Path, health: str | None, is_latest: bool) -> Step:
@@ -397,6 +396,7 @@ def _print_steps(console: Console, steps: list[Step]) -> None:
     table = new_table("checkpoint", "size", "saved", "state")
     for column in table.columns[2:]:
         column.justify = "left"
+    table.columns[3].no_wrap = False
     for one in steps:
         mark = " (latest)" if one.is_latest else ""
         table.add_row(one.folder + mark, size(one.num_bytes), _when(one.time), one.health)

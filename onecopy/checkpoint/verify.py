@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import StorageReader
 
 from onecopy.checkpoint.boxes import overlapping
+from onecopy.checkpoint.disk import open_file
 from onecopy.checkpoint.files import Reader
-from onecopy.checkpoint.folder import steps_in
-from onecopy.checkpoint.manifest import MANIFEST, checksum
+from onecopy.checkpoint.folder import LATEST, find_step, steps_in
+from onecopy.checkpoint.manifest import MANIFEST, Manifest, checksum
 from onecopy.checkpoint.source import Source, open_source
 from onecopy.checkpoint.values import read_tensor
 from onecopy.errors import CheckpointError
@@ -87,69 +87,74 @@ def verify(
     Raises:
         CheckpointError: there is no checkpoint.
     """
+    told = progress or (lambda *_: None)
     folders = steps_in(Path(path)) if every else []
-    return [_verify(folder, progress or (lambda *_: None)) for folder in folders or [Path(path)]]
+    found = [_verify(folder, told) for folder in folders or [Path(path)]]
+    first = find_step(Path(path))
+    if folders and first not in folders:
+        missing = Verification(first)
+        missing.add(LATEST, "", "names this checkpoint, which is not there")
+        found.append(missing)
+    return found
 
 
 def _verify(path: Path, progress: Progress) -> Verification:
-    found = Verification(path)
+    found = Verification(find_step(path))
     try:
-        source = open_source(path)
+        source = open_source(found.path)
     except CheckpointError as error:
-        if not (path / MANIFEST).is_file():
+        if not (found.path / MANIFEST).is_file():
             # Not a damaged checkpoint: none.
             raise
         found.add(MANIFEST, "", str(error))
         return found
-    found.path = source.path
+    names: dict[Place, str] = {}
     try:
-        metadata = source.metadata
+        _check_chunks(source.metadata, found)
+        if isinstance(source.reader, Reader):
+            names = _names_of_items(source.reader, source.metadata, found)
     except CheckpointError as error:
         found.add("", "", str(error))
-        return found
-    _check_chunks(metadata, found)
+        if source.manifest is None:
+            return found
     if not isinstance(source.reader, Reader):
         _read_everything(source, found, progress)
     elif source.manifest is not None:
-        _compare_checksums(source, found, progress)
+        _compare_checksums(source.path, source.manifest, names, found, progress)
     else:
-        _compare_archives(source, found, progress)
+        _compare_archives(source.path, names, found, progress)
     return found
 
 
 # Checksums ------------------------------------------------------------------------------------
 
 
-def _compare_checksums(source: Source, found: Verification, progress: Progress) -> None:
-    assert source.manifest is not None, "the checksums are there"
+def _compare_checksums(
+    folder: Path,
+    manifest: Manifest,
+    names: dict[Place, str],
+    found: Verification,
+    progress: Progress,
+) -> None:
     found.checked = "all checksums, and that no part of a tensor is missing"
-    names = _names_of_items(source.reader, source.metadata, found)
     known = {
         (name, offset, length): expected
-        for name, file in source.manifest.files.items()
+        for name, file in manifest.files.items()
         for offset, length, expected in file.items
     }
     for place, item in names.items():
         if place not in known:
             found.add(place[0], item, f"{MANIFEST} has no checksum of it")
-    for name, file in source.manifest.files.items():
-        path = source.path / name
+    for name, file in manifest.files.items():
+        path = folder / name
         if path.is_file() and path.stat().st_size != file.num_bytes:
             found.add(name, "", f"has {path.stat().st_size} bytes, not {file.num_bytes}")
-    _check_items(
-        source.path,
-        {place: names.get(place, place[0]) for place in known},
-        found,
-        progress,
-        lambda place, data: _check_sum(data, known[place]),
-    )
+    items = {place: names.get(place, "") for place in known}
+    _check_items(folder, items, found, progress, lambda place, data: _check_sum(data, known[place]))
 
 
-def _names_of_items(
-    reader: StorageReader, metadata: Metadata, found: Verification
-) -> dict[Place, str]:
+def _names_of_items(reader: Reader, metadata: Metadata, found: Verification) -> dict[Place, str]:
     """What lies where; a tied tensor under its first name."""
-    assert isinstance(reader, Reader), "others are read as a whole"
     names: dict[Place, str] = {}
     for index in metadata.storage_data:
         try:
@@ -175,15 +180,16 @@ def _check_sum(data: io.RawIOBase, expected: int) -> str:
 # Archives -------------------------------------------------------------------------------------
 
 
-def _compare_archives(source: Source, found: Verification, progress: Progress) -> None:
+def _compare_archives(
+    folder: Path, names: dict[Place, str], found: Verification, progress: Progress
+) -> None:
     found.checked = "the checksums that torch.save makes, and that no part of a tensor is missing"
-    names = _names_of_items(source.reader, source.metadata, found)
     unchecked: list[str] = []
 
     def check(place: Place, data: io.RawIOBase) -> str:
         return _check_archive(data, names[place], unchecked)
 
-    _check_items(source.path, names, found, progress, check)
+    _check_items(folder, names, found, progress, check)
     if unchecked:
         found.checked += (
             f". {len(unchecked)} items without a checksum were only found to be there, "
@@ -227,8 +233,8 @@ def _check_items(
     for name, places in by_file.items():
         path = folder / name
         try:
-            with path.open("rb", buffering=0) as file:
-                length = os.fstat(file.fileno()).st_size
+            file, length = open_file(path)
+            with file:
                 for place in places:
                     progress(found.num_bytes, total, names[place])
                     found.num_items += 1
@@ -237,8 +243,9 @@ def _check_items(
                         found.add(name, names[place], f"the file ends before it, at byte {length}")
                     elif fault := check(place, _Part(file, *place[1:])):
                         found.add(name, names[place], fault)
-        except OSError as error:
-            found.add(name, "", f"{error.strerror or error}, with {len(places)} items in it")
+        except (OSError, CheckpointError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            found.add(name, "", f"{reason}, with {len(places)} items in it")
     progress(found.num_bytes, total, "")
 
 
