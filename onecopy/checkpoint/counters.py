@@ -27,11 +27,15 @@ def counters_of(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_counters(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Continue with them; what was not saved, because the run had none, stays as it is."""
+    """Continue with them.
+
+    A loss scale stays as it is where the run that was saved had none. A norm does not: it is that
+    of a step which this run has not made; the next step is then clipped like a first one.
+    """
     owner = handle.of(model)
     if owner.engine.loss_scale is not None and "loss_scale" in saved:
         owner.engine.loss_scale.load_state_dict(saved["loss_scale"])
     stepper = owner.backward.stepper
-    if stepper is not None and not stepper.needs_passes and "previous_norm" in saved:
-        device = owner.engine.units[0].flat.device
-        stepper.norm = torch.tensor(saved["previous_norm"], device=device)
+    if stepper is not None and not stepper.needs_passes:
+        norm, device = saved.get("previous_norm"), owner.engine.units[0].flat.device
+        stepper.norm = None if norm is None else torch.tensor(norm, device=device)

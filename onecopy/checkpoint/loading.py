@@ -24,22 +24,27 @@ from onecopy.checkpoint.source import Source, open_source
 from onecopy.checkpoint.states import (
     Models,
     Named,
-    NamedModel,
     Optimizers,
     alike_in,
     extra_states_of,
     name_all,
+    nested,
     range_of_values,
     settle,
 )
+from onecopy.checkpoint.states import (
+    Path as KeyPath,
+)
 from onecopy.checkpoint.together import errors_of_ranks, together
 from onecopy.checkpoint.unpickle import load_object
+from onecopy.core.views import is_dense
 from onecopy.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from onecopy.comm.groups import Group
+    from onecopy.core.optimizer import Binding
 
 __all__ = ["Loaded", "load"]
 
@@ -163,7 +168,10 @@ class _Targets:
         self._optimizers: list[OptimizerStates] = []
         # Tensors that are written back when all is read.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._extra_states: list[tuple[nn.Module, Any]] = []
+        # For each module its parts by their place: a tensor, or the key of an object.
+        self._extra_states: list[tuple[nn.Module, dict[KeyPath, Any]]] = []
+        self._counters: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._num_steps: list[tuple[Binding, int]] = []
         self._extra_keys = [] if source.manifest is None else source.manifest.extras
         self._rng_key: str | None = None
 
@@ -174,42 +182,56 @@ class _Targets:
             CheckpointError: the checkpoint is of another model or other optimizers.
         """
         names = Names(self._source, self._named)
-        for model in self._named.models.values():
+        for name, model in self._named.models.items():
             for unit in model.engine.units:
                 for piece in unit.layout.pieces(unit.shard_rank):
-                    self._add(names, model, range_of_values(model, unit, piece))
-            for name, tensor in alike_in(model).items():
-                self._add(names, model, whole_tensor(name, tensor))
-            for name, module in extra_states_of(model):
-                self._plan_extra_state(names.of_tensor(model, name), module, names)
+                    self._add(names, range_of_values(model, unit, piece))
+            for key, tensor in alike_in(model).items():
+                self._add(names, whole_tensor(key, self._memory_for(tensor)))
+            for key, module in extra_states_of(model):
+                self._plan_extra_state(names.of_extra_state(name, model, key), module, names)
         for optimizer in self._named.optimizers.values():
             states = OptimizerStates(self._named, optimizer, names)
             self._optimizers.append(states)
             self.ranges += states.ranges
             self.keys += states.keys
         self.keys += self._extra_keys
-        self._plan_random_states(names)
+        if self._source.manifest is not None and self._named.optimizers:
+            self._plan_counters(names, self._source.manifest)
 
-    def _add(self, names: Names, model: NamedModel, one: Range) -> None:
-        self.ranges.append(replace(one, key=names.of_tensor(model, one.key)))
+    def _add(self, names: Names, one: Range) -> None:
+        self.ranges.append(replace(one, key=names.of_tensor(one.key)))
 
-    def _plan_extra_state(self, key: str, module: nn.Module, names: Names) -> None:
-        stored = names.stored(key)
-        if isinstance(stored, TensorStorageMetadata):
-            value = torch.empty(stored.size, dtype=stored.properties.dtype)
-            self.ranges.append(whole_tensor(key, value))
-            self._extra_states.append((module, value))
-        elif stored is not None:
-            self.keys.append(key)
-            self._extra_states.append((module, key))
+    def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where to read a tensor: itself, unless its elements lie apart."""
+        if is_dense(tensor):
+            return tensor.detach()
+        value = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._copies.append((tensor, value))
+        return value
 
-    def _plan_random_states(self, names: Names) -> None:
-        """Those of this rank; of the first one where there was no such rank."""
-        if self._source.manifest is None or not self._named.optimizers:
-            return
+    def _plan_extra_state(self, keys: dict[KeyPath, str], module: nn.Module, names: Names) -> None:
+        parts: dict[KeyPath, Any] = {}
+        for path, key in keys.items():
+            stored = names.stored(key)
+            if isinstance(stored, TensorStorageMetadata):
+                parts[path] = torch.empty(stored.size, dtype=stored.properties.dtype)
+                self.ranges.append(whole_tensor(key, parts[path]))
+            else:
+                parts[path] = key
+                self.keys.append(key)
+        self._extra_states.append((module, parts))
+
+    def _plan_counters(self, names: Names, manifest: Manifest) -> None:
+        """Counters, and random states: of this rank, or the first one's where there was none."""
+        for name, model in self._named.models.items():
+            counters = manifest.models.get(names.saved_name_of(name), {})
+            self._counters.append((model.module, counters))
+        for optimizer in self._named.optimizers.values():
+            saved = manifest.optimizers.get(names.saved_name_of_optimizer(optimizer), {})
+            self._num_steps.append((optimizer.binding, saved.get("num_steps", manifest.step)))
         rank = self._named.group.rank
-        saved = rank if rank < self._source.manifest.world_size else 0
-        self._rng_key = f"onecopy.rng.{saved}"
+        self._rng_key = f"onecopy.rng.{rank if rank < manifest.world_size else 0}"
         self.keys.append(self._rng_key)
 
     def read(self, keys: list[str], ranges: list[Range]) -> None:
@@ -251,9 +273,6 @@ class _Targets:
             for unit in model.engine.units:
                 unit.note_update()
             model.engine.refresh(model.engine.units)
-            for unit in model.engine.units:
-                if unit.releases:
-                    unit.split_master()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -262,23 +281,25 @@ class _Targets:
         Raises:
             Exception: what was read does not suit them.
         """
-        for module, value in self._extra_states:
-            module.set_extra_state(self._objects[value] if isinstance(value, str) else value)
+        for tensor, value in self._copies:
+            tensor.copy_(value)
+        for module, parts in self._extra_states:
+            values = {
+                path: self._objects[one] if isinstance(one, str) else one
+                for path, one in parts.items()
+            }
+            module.set_extra_state(nested(values))
         for states in self._optimizers:
             states.finish()
-        if self._source.manifest is not None:
-            self._restore_counters(self._source.manifest)
+        for binding, num_steps in self._num_steps:
+            binding.num_steps = num_steps
+        for model, counters in self._counters:
+            restore_counters(model, counters)
+        self._restore_random_states()
 
-    def _restore_counters(self, manifest: Manifest) -> None:
-        for name, optimizer in self._named.optimizers.items():
-            if name in manifest.optimizers:
-                optimizer.binding.num_steps = manifest.optimizers[name]["num_steps"]
-        if not self._named.optimizers:
-            return
-        for name, model in self._named.models.items():
-            restore_counters(model.module, manifest.models.get(name, {}))
-        if self._rng_key is not None:
-            rank = self._named.group.rank
+    def _restore_random_states(self) -> None:
+        manifest, rank = self._source.manifest, self._named.group.rank
+        if manifest is not None and self._rng_key is not None:
             number = rank if rank >= manifest.world_size else 0
             restore_random_states(self._objects[self._rng_key], number)
 

@@ -6,8 +6,10 @@ their dicts: `model.` and `optim.`, `app.model.` and `app.optim.`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
 
 from onecopy.checkpoint.source import Source
 from onecopy.checkpoint.states import (
@@ -16,6 +18,7 @@ from onecopy.checkpoint.states import (
     Named,
     NamedModel,
     NamedOptimizer,
+    Path,
     extra_states_of,
     key_of,
 )
@@ -26,6 +29,8 @@ __all__ = ["Names"]
 # Names in an error, before the rest is only counted.
 SHOWN = 5
 OPTIMIZER = "optimizer."
+# How torch ends the name of what a module adds to a state_dict.
+EXTRA = "_extra_state"
 
 
 class Names:
@@ -38,9 +43,20 @@ class Names:
     def __init__(self, source: Source, named: Named) -> None:
         self.where = source.path
         self._keys = source.metadata.state_dict_metadata
+        self._paths = source.metadata.planner_data
         self._is_own = source.manifest is not None
+        # Other programs save what modules add as several items, if it is a dict.
+        self._parts: dict[str, list[str]] = {}
+        for key in self._keys:
+            whole, is_part, _ = key.rpartition(f"{EXTRA}.")
+            if is_part:
+                self._parts.setdefault(whole + EXTRA, []).append(key)
         self._prefixes = {name: self._prefix_of(one) for name, one in named.models.items()}
-        self._models = named.models
+        self._of_tensor = {
+            names[0]: next(key for key in self._under(name, model, names) if key in self._keys)
+            for name, model in named.models.items()
+            for names in model.names.values()
+        }
         # What is saved for parameters, by what stands before "state."; keys are split once.
         self._states: dict[str, dict[str, dict[str, str]]] = {}
 
@@ -50,22 +66,42 @@ class Names:
 
     # Models -----------------------------------------------------------------------------------
 
-    def of_tensor(self, model: NamedModel, name: str) -> str:
-        """The key of a model's tensor, given its name with the model's own prefix."""
-        stored = next(p for n, p in self._prefixes.items() if self._models[n] is model)
-        return stored + name.removeprefix(model.prefix)
+    def saved_name_of(self, model: str) -> str:
+        """The name that a model was saved under, "" where it had none."""
+        return self._prefixes[model].removesuffix(".")
+
+    def of_tensor(self, name: str) -> str:
+        """The key of a model's tensor, given its first name, with the model's own prefix."""
+        return self._of_tensor[name]
+
+    def of_extra_state(self, name: str, model: NamedModel, extra: str) -> dict[Path, str]:
+        """The keys of what a module adds, by their place in it: `()` where it is one item."""
+        (key,) = self._under(name, model, [extra])
+        if key in self._keys:
+            return {(): key}
+        return {self._place_in(key, part): part for part in self._parts.get(key, ())}
+
+    def _under(self, name: str, model: NamedModel, names: Iterable[str]) -> list[str]:
+        return [self._prefixes[name] + one for one in _without(model, names)]
+
+    def _place_in(self, whole: str, key: str) -> Path:
+        """Keys that lead to an item within something that has this key."""
+        path: Path = self._paths.get(key, ()) if isinstance(self._paths, dict) else ()
+        for length in range(len(path)):
+            if key_of(path[:length]) == whole:
+                return tuple(path[length:])
+        return tuple(key.removeprefix(f"{whole}.").split("."))
 
     def _prefix_of(self, model: NamedModel) -> str:
         """What the checkpoint puts before the names of this model."""
-        wanted = [
-            name.removeprefix(model.prefix) for names in model.names.values() for name in names[:1]
-        ]
-        complete = []
-        for prefix in self._prefixes_like(wanted, model.prefix):
-            if all(prefix + name in self._keys for name in wanted):
-                complete.append(prefix)
+        wanted = [_without(model, names) for names in model.names.values()]
+        wanted += [[name] for name in _extra_state_names(model)]
+        prefixes = self._prefixes_like(wanted[0], model.prefix)
+        complete = [prefix for prefix in prefixes if not self._missing(prefix, wanted)]
         if not complete:
-            self._refuse_missing(model, wanted)
+            self._refuse_missing(
+                model, min((self._missing(one, wanted) for one in prefixes), key=len)
+            )
         if len(complete) > 1 and model.prefix not in complete:
             raise CheckpointError(
                 f"{self.where} has several models that fit, under {_listed(complete)}: say which, "
@@ -75,32 +111,48 @@ class Names:
         self._refuse_unexpected(model, found)
         return found
 
-    def _prefixes_like(self, wanted: Collection[str], own: str) -> list[str]:
-        first = next(iter(wanted), "")
-        others = [key.removesuffix(first) for key in self._keys if key.endswith("." + first)]
+    def _prefixes_like(self, names: Iterable[str], own: str) -> list[str]:
+        others = [
+            key.removesuffix(name)
+            for name in names
+            for key in self._keys
+            if key.endswith(f".{name}") and not _is_of_runtime(key)
+        ]
         return list(dict.fromkeys([own, "", *others]))
 
-    def _refuse_missing(self, model: NamedModel, wanted: list[str]) -> None:
-        prefixes = self._prefixes_like(wanted, model.prefix)
-        best = max(prefixes, key=lambda prefix: sum(prefix + one in self._keys for one in wanted))
-        missing = [best + name for name in wanted if best + name not in self._keys]
+    def _missing(self, prefix: str, wanted: Iterable[Sequence[str]]) -> list[str]:
+        """Of tensors that have these names, those that are not there under any of them."""
+        return [
+            prefix + names[0]
+            for names in wanted
+            if not any(prefix + one in self._keys or prefix + one in self._parts for one in names)
+        ]
+
+    def _refuse_missing(self, model: NamedModel, missing: list[str]) -> NoReturn:
         others = [key for key in self._keys if not _is_of_runtime(key)]
         raise CheckpointError(
-            f"{self.where} lacks {len(missing)} of the {len(wanted)} tensors of this "
+            f"{self.where} lacks {len(missing)} of the {len(model.names)} tensors of this "
             f"{type(model.module).__name__}: {_listed(missing)}. It has {_listed(others)}: it was "
             "saved from another model"
         )
 
     def _refuse_unexpected(self, model: NamedModel, prefix: str) -> None:
-        """What the model does not have, where the checkpoint says what belongs to the model."""
-        if not self._is_own and not prefix:
-            return
-        known = {prefix + one.removeprefix(model.prefix) for n in model.names.values() for one in n}
-        known |= {prefix + name.removeprefix(model.prefix) for name in _extra_state_names(model)}
+        """What the model does not have.
+
+        Where another program has put nothing before the names, other things may lie beside the
+        model: then only what would belong into one of its modules.
+        """
+        known = {prefix + one for names in model.names.values() for one in _without(model, names)}
+        known |= {prefix + name for name in _extra_state_names(model)}
+        tops = {name.partition(".")[0] for name in known}
+        is_apart = self._is_own or bool(prefix)
         unexpected = [
             key
             for key in self._keys
-            if key.startswith(prefix) and key not in known and not _is_of_runtime(key)
+            if key.startswith(prefix)
+            and key not in known
+            and key.rpartition(f"{EXTRA}.")[0] + EXTRA not in known
+            and (not _is_of_runtime(key) if is_apart else key.partition(".")[0] in tops)
         ]
         if unexpected:
             raise CheckpointError(
@@ -112,15 +164,30 @@ class Names:
     # Optimizers -------------------------------------------------------------------------------
 
     def states_of(self, named: Named, optimizer: NamedOptimizer) -> dict[int, dict[str, str]]:
-        """For each parameter of an optimizer, by id, its states' names and their keys."""
+        """For each parameter of an optimizer, by id, its states' names and their keys.
+
+        Raises:
+            CheckpointError: there are states of others.
+        """
         prefix = self.prefix_of(optimizer)
-        by_parameter = self._split(prefix)
+        left = dict(self._split(prefix))
+        # A plain optimizer.state_dict() has numbers in the place of names.
+        is_numbered = all(name.isdecimal() for name in left)
         found = {}
-        for parameter in (one for group in optimizer.binding.parameters for one in group):
-            for name in self.stored_names(named, parameter):
-                if name in by_parameter:
-                    found[id(parameter)] = by_parameter[name]
+        parameters = (one for group in optimizer.binding.parameters for one in group)
+        for number, parameter in enumerate(parameters):
+            names = self.stored_names(named, parameter)
+            for name in (*names, str(number)) if is_numbered else names:
+                if name in left:
+                    found[id(parameter)] = left.pop(name)
                     break
+        if left:
+            raise CheckpointError(
+                f"{self.where} has states under {prefix}{STATE} of {_listed(left)}, which are no "
+                f"parameters of this {type(optimizer.binding.optimizer).__name__}. Make the "
+                "optimizer with the parameters that it had, or load the model alone: "
+                "load(root, model)"
+            )
         return found
 
     def stored_names(self, named: Named, parameter: object) -> list[str]:
@@ -128,9 +195,18 @@ class Names:
         for name, model in named.models.items():
             names = model.names.get(id(parameter))
             if names:
-                bare = [one.removeprefix(model.prefix) for one in names]
-                return [*(self._prefixes[name] + one for one in bare), *bare]
+                return [*self._under(name, model, names), *_without(model, names)]
         raise CheckpointError("an optimizer has parameters of a model that was not passed")
+
+    def dtype_of(self, named: Named, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype that a parameter's values are stored in."""
+        stored = self.stored(self.of_tensor(named.name_of(parameter)))
+        dtype: torch.dtype = stored.properties.dtype
+        return dtype
+
+    def saved_name_of_optimizer(self, optimizer: NamedOptimizer) -> str:
+        """The name that an optimizer was saved under, "" where it had none."""
+        return self.prefix_of(optimizer).removeprefix(OPTIMIZER).removesuffix(".")
 
     def prefix_of(self, optimizer: NamedOptimizer) -> str:
         """What stands before `state.` and `param_groups.` of this optimizer.
@@ -139,7 +215,7 @@ class Names:
             CheckpointError: there is no optimizer, or several, none of which has the name.
         """
         own = key_of(optimizer.path) + "."
-        found = {key.partition(f"{GROUPS}.")[0] for key in self._keys if f".{GROUPS}." in key}
+        found = {key.partition(f"{GROUPS}.")[0] for key in self._keys if f".{GROUPS}." in f".{key}"}
         if own in found:
             return own
         if len(found) != 1:
@@ -175,8 +251,12 @@ class Names:
         return groups
 
 
-def _extra_state_names(model: NamedModel) -> Iterator[str]:
-    return (name for name, _ in extra_states_of(model))
+def _without(model: NamedModel, names: Iterable[str]) -> list[str]:
+    return [name.removeprefix(model.prefix) for name in names]
+
+
+def _extra_state_names(model: NamedModel) -> list[str]:
+    return _without(model, (name for name, _ in extra_states_of(model)))
 
 
 def _is_of_runtime(key: str) -> bool:

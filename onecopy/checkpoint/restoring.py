@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
-from onecopy.core.optimizer_state import TAG, tag_of
+from onecopy.core.optimizer_state import COUNTERS, TAG, tag_of
 from onecopy.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class OptimizerStates:
 
     def __init__(self, named: Named, optimizer: NamedOptimizer, names: Names) -> None:
         self._binding = optimizer.binding
+        self._named = named
         self._names_of: Callable[[object], list[str]] = partial(names.stored_names, named)
         self._where = str(names.where)
         self._settings = names.settings_of(names.prefix_of(optimizer))
@@ -77,9 +78,27 @@ class OptimizerStates:
                 stored = names.stored(key)
                 is_tensor = isinstance(stored, TensorStorageMetadata)
                 if is_tensor and _is_like(parameter, stored, name):
-                    state[name] = self._piece_of(unit, index, key, stored.properties.dtype)
-                else:
-                    self._read(state, name, key, names)
+                    dtype = self._dtype_of(unit, parameter, stored, names)
+                    state[name] = self._piece_of(unit, index, key, dtype)
+                    continue
+                self._read(state, name, key, names)
+                if is_tensor and unit.place_of(index).numel < parameter.numel():
+                    self._refuse_whole(key, stored)
+
+    def _dtype_of(
+        self, unit: Unit, parameter: torch.Tensor, stored: TensorStorageMetadata, names: Names
+    ) -> torch.dtype:
+        """As it was saved; but what had the dtype of its parameter has that of the master here."""
+        dtype: torch.dtype = stored.properties.dtype
+        return unit.dtypes.master if dtype == names.dtype_of(self._named, parameter) else dtype
+
+    def _refuse_whole(self, key: str, stored: TensorStorageMetadata) -> None:
+        if stored.size.numel() > 1:
+            raise CheckpointError(
+                f"{key} in {self._where} has shape {tuple(stored.size)}, not that of its "
+                "parameter: it belongs to the whole parameter, of which this rank owns a piece. "
+                "Shard with whole_parameters=True, so that no parameter is cut"
+            )
 
     def _piece_of(self, unit: Unit, index: int, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a state that has a value for each element of the piece."""
@@ -106,7 +125,10 @@ class OptimizerStates:
         """
         for into, name, key in self._objects:
             into[name] = objects[key]
-        self._chosen = [self._group_of(parameters) for parameters in self._binding.parameters]
+        first = 0
+        for number, parameters in enumerate(self._binding.parameters):
+            self._chosen.append(self._group_of(number, parameters, first))
+            first += len(parameters)
 
     def finish(self) -> None:
         """All is read: give it to the optimizer."""
@@ -137,24 +159,33 @@ class OptimizerStates:
                 if type(own.get(name)) is torch.Tensor and own[name].dtype != value.dtype:
                     own[name] = value.to(own[name].device)
 
-    def _group_of(self, parameters: list[Any]) -> dict[str, Any]:
-        """The saved settings of the group with the same parameters."""
+    def _group_of(self, number: int, parameters: list[Any], first: int) -> dict[str, Any]:
+        """The saved settings of the group with the same parameters.
+
+        Args:
+            first: how many parameters there are in the groups before; plain optimizers save these
+                numbers in the place of names.
+        """
         accepted: list[list[str]] = [self._names_of(one) for one in parameters]
-        numbers = {name: number for number, names in enumerate(accepted) for name in names}
-        for settings in self._saved_groups.values():
+        places: dict[Any, int] = {
+            one: place for place, names in enumerate(accepted) for one in names
+        }
+        places |= {first + place: place for place in range(len(parameters))}
+        same_number = self._saved_groups.get(str(number), {})
+        for settings in (same_number, *self._saved_groups.values()):
             saved = settings.get("params")
             if isinstance(saved, list) and len(saved) == len(parameters):
-                if {numbers.get(name) for name in saved} == set(range(len(parameters))):
+                if {places.get(one) for one in saved} == set(range(len(parameters))):
                     return settings
-        for group, settings in self._saved_groups.items():
+        for name, settings in self._saved_groups.items():
             # Where settings were saved for each parameter.
-            if group in numbers and "params" not in settings:
+            if name in places and "params" not in settings:
                 return settings
         counts = [len(one.get("params", ())) for one in self._saved_groups.values()]
-        first = accepted[0][0] if accepted else "none"
+        example = accepted[0][0] if accepted else "none"
         raise CheckpointError(
             f"{self._where}: no group of the saved optimizer has the {len(parameters)} parameters "
-            f"of this group (the first is {first}); the saved groups have {counts} parameters. "
+            f"of this group (the first is {example}); the saved groups have {counts} parameters. "
             "Make the optimizer with the groups that it had, or load the model alone: "
             "load(root, model)"
         )
@@ -162,4 +193,4 @@ class OptimizerStates:
 
 def _is_like(parameter: torch.Tensor, stored: TensorStorageMetadata, name: str) -> bool:
     """Whether a stored state has a value for each element of its parameter."""
-    return stored.size == parameter.shape and (bool(stored.size) or name != "step")
+    return stored.size == parameter.shape and (bool(stored.size) or name not in COUNTERS)

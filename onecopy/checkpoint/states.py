@@ -47,6 +47,7 @@ __all__ = [
     "extra_states_of",
     "key_of",
     "name_all",
+    "nested",
     "range_of_values",
     "settle",
     "states_of",
@@ -63,6 +64,19 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def key_of(path: Path) -> str:
     """The key of something that has its place in a nested state dict."""
     return ".".join(map(str, path))
+
+
+def nested(values: Mapping[Path, Any]) -> Any:
+    """What has these values at these places: dicts, lists where a key is a number."""
+    if () in values:
+        return values[()]
+    within: dict[str | int, dict[Path, Any]] = {}
+    for path, value in values.items():
+        within.setdefault(path[0], {})[path[1:]] = value
+    found = {key: nested(one) for key, one in within.items()}
+    if found and all(isinstance(key, int) for key in found):
+        return [found[key] for key in sorted(found)]
+    return found
 
 
 def plain_name(name: str) -> str:
@@ -196,7 +210,7 @@ def _named_model(name: str, model: nn.Module) -> NamedModel:
 def settle(named: Named) -> None:
     """Bring models to rest, between two steps, with all changes in the masters."""
     for one in named.models.values():
-        handle.of(one.module).backward.flush()
+        handle.of(one.module).backward.recover()
         one.engine.recover()
         one.engine.check_parameters()
         one.engine.rest()
@@ -340,8 +354,25 @@ def _add_state(path: Path, state: dict[str, Any], unit: Unit, piece: Piece, stat
                     memory_order(unit.parameters[index]),
                 )
             )
-        elif not piece.offset:
+            continue
+        if unit.place_of(index).numel < unit.parameters[index].numel() and _is_larger(value):
+            kind = type(value).__name__
+            raise CheckpointError(
+                f"{key_of(full_path)} is a {kind} that belongs to this rank's piece of the "
+                "parameter, without a value for each of its elements: on other pieces it would "
+                "mean nothing. Shard with whole_parameters=True, so that no parameter is cut"
+            )
+        if not piece.offset:
             states.add(full_path, value)
+
+
+def _is_larger(value: Any) -> bool:
+    """Whether there is a tensor in it of more than one number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1
+    if isinstance(value, Mapping):
+        return any(map(_is_larger, value.values()))
+    return isinstance(value, list | tuple) and any(map(_is_larger, value))
 
 
 def _between(flat: torch.Tensor, skipped: int, start: int, stop: int) -> torch.Tensor:

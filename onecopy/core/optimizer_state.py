@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from onecopy.core.optimizer import Binding
     from onecopy.core.unit import Unit
 
-__all__ = ["TAG", "register_state_hooks", "slice_state", "tag_of"]
+__all__ = ["COUNTERS", "TAG", "register_state_hooks", "slice_state", "tag_of"]
 
 # The entry beside torch's "state" and "param_groups".
 TAG = "onecopy"
+# States of one number that say how far training has come. A parameter without dimensions has others
+# of the same shape: these are told apart by their names.
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def register_state_hooks(binding: Binding) -> list[RemovableHandle]:
@@ -158,7 +161,7 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
     cut: dict[str, Any] = {}
     for name, value in state.items():
         is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and value.shape == shape and (value.dim() or name != "step"):
+        if is_tensor and value.shape == shape and (value.dim() or name not in COUNTERS):
             if type(value) is not torch.Tensor:
                 raise ShardingError(
                     f"the optimizer state {name} of {unit.names[number]} is a "
