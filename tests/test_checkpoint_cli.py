@@ -189,7 +189,7 @@ def test_inspect_names_the_health_of_each_step(run: Path, capsys: Capture) -> No
         r"step-00000003 .* damaged: __1_0.distcp is missing",
         r"step-00000004 .* damaged: __0_0.distcp has \d+ bytes, not \d+",
         r"step-00000005 .* onecopy.json is damaged",
-        r"step-00000006 .* not known: there is no manifest",
+        r"step-00000006 .* damaged: onecopy.json is missing",
         r"step-00000007 .* unfinished",
         r".step-00000009.abcd.new .* being written",
     ):
@@ -462,6 +462,9 @@ def test_verify_finds_parts_that_are_missing_or_twice(pool: Pool, tmp_path: Path
         chunk = metadata.state_dict_metadata["vector"].chunks[2]  # type: ignore[union-attr]
         chunk.offsets = torch.Size([0, 4])
 
+    def go_outside(metadata: Metadata) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = "../secret"
+
     assert "matrix: only 16 of its 24 elements are stored" in change_metadata(tmp_path, drop)[0]
     assert change_metadata(tmp_path, forget) == [
         "matrix from [0, 4]: the metadata does not say where it is"
@@ -469,3 +472,4 @@ def test_verify_finds_parts_that_are_missing_or_twice(pool: Pool, tmp_path: Path
     assert "the parts from [0, 0] and [0, 3] overlap" in change_metadata(tmp_path, move)[0]
     assert "ends at [7], outside of its shape [6]" in change_metadata(tmp_path, stick_out)[0]
     assert "another number of dimensions" in change_metadata(tmp_path, flatten)[0]
+    assert "points outside of its folder" in change_metadata(tmp_path, go_outside)[0]

@@ -31,7 +31,9 @@ from onecopy.report.tables import new_table, print_table
 __all__ = ["Inspection", "Step", "health_of", "inspect", "print_inspection"]
 
 COMPLETE = "complete"
-UNFINISHED = "being written, or its run has ended"
+UNFINISHED = "unfinished"
+UNKNOWN = "not known: another program has saved it"
+BEGUN = "being written, or its run has ended"
 SHOWN_FILES = 16
 
 
@@ -152,7 +154,7 @@ def health_of(folder: Path) -> str:
     except CheckpointError as error:
         return str(error).replace(f"{folder}{os.sep}", "")
     if manifest is None:
-        return "not known: there is no manifest" if (folder / METADATA).is_file() else "unfinished"
+        return UNKNOWN if (folder / METADATA).is_file() else UNFINISHED
     for name, file in manifest.files.items():
         found = _size_of(folder / name)
         if found is None:
@@ -285,17 +287,17 @@ def _steps(root: Path, chosen: Path) -> list[Step]:
     latest = find_step(root) if (root / LATEST).is_file() else None
     begun = unfinished_in(root)
     found = [
-        _step(folder, None, folder == latest)
+        _step(folder, health_of(folder), folder == latest)
         for folder in sorted(root.iterdir())
         if folder.is_dir() and step_of(folder) is not None
     ]
     if latest is not None and not latest.exists():
         found.append(_step(latest, f"missing, though {LATEST} names it", True))
     found.sort(key=lambda one: (one.step or 0, one.folder))
-    return [*found, *(_step(folder, UNFINISHED, False) for folder in begun)]
+    return [*found, *(_step(folder, BEGUN, False) for folder in begun)]
 
 
-def _step(folder: Path, health: str | None, is_latest: bool) -> Step:
+def _step(folder: Path, health: str, is_latest: bool) -> Step:
     try:
         manifest = _manifest_of(folder)
     except CheckpointError:
@@ -306,7 +308,7 @@ def _step(folder: Path, health: str | None, is_latest: bool) -> Step:
         step=step_of(folder),
         time=manifest.time if manifest else None,
         num_bytes=sum(path.stat().st_size for path in files),
-        health=health or health_of(folder),
+        health=health.replace(UNKNOWN, f"damaged: {MANIFEST} is missing"),
         is_latest=is_latest,
     )
 

@@ -320,6 +320,10 @@ def _check_range(tensor: TensorSpec, block: torch.Tensor) -> None:
         return
     # Half of the last place above the largest number: from there on, nothing rounds to it.
     limit = info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 1) / 2
+    low, high = torch.aminmax(block)
+    if -limit < low and high < limit:
+        return
+    # Something is too large, infinite, or no number; only the first is lost.
     lost = block.isfinite() & (block.abs() >= limit)
     if lost.any():
         raise CheckpointError(
