@@ -218,7 +218,7 @@ def _export_checkpoint(options: ExportOptions) -> None:
     from rich.console import Console
 
     from onecopy.checkpoint.export import export
-    from onecopy.checkpoint.options import bytes_of
+    from onecopy.options import bytes_of
     from onecopy.report.progress import ProgressLine, Transfer, size
 
     console = Console()

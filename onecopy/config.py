@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from onecopy.errors import ConfigError
+from onecopy.options import unknown_setting
 
 __all__ = ["Config", "Precision"]
 
@@ -160,11 +161,7 @@ class Config:
         known = {item.name: item for item in fields(cls)}
         for name in settings:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    f"unknown setting {name!r}.{hint} Known settings: {', '.join(sorted(known))}"
-                )
+                raise unknown_setting(name, known)
         if config is not None and not isinstance(config, Config):
             raise ConfigError(
                 f"config is a {type(config).__name__}: pass a onecopy.Config, or its fields as "

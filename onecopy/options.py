@@ -1,4 +1,4 @@
-"""How options describe themselves to the command line.
+"""How options describe themselves to the command line, and the checks that they share.
 
 Each command has a frozen dataclass. A field with a default is a flag, one without is a positional
 argument; what help says about it is in its metadata. Free of torch.
@@ -6,9 +6,18 @@ argument; what help says about it is in its metadata. Free of torch.
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
-__all__ = ["describe"]
+from onecopy.errors import ConfigError
+
+__all__ = ["bytes_of", "check_choices", "check_least", "describe", "unknown_setting"]
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def describe(
@@ -16,3 +25,45 @@ def describe(
 ) -> dict[str, Any]:
     """What the command line shows about a field, and how it calls its value."""
     return {"help": text, "choices": choices, "metavar": metavar}
+
+
+def bytes_of(text: str) -> int:
+    """A size for people in bytes: 5GB, 500MB, 2GiB, 1000000.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    unit = (UNITS | BINARY_UNITS).get(found.group(2)) if found else None
+    if found is None or unit is None or float(found.group(1)) * unit < 1:
+        raise ConfigError(f"{text!r} is no size: say 5GB, 500MB or 2GiB, for example")
+    return int(float(found.group(1)) * unit)
+
+
+def check_choices(record: Any) -> None:
+    """Raises ConfigError for a field of an options record whose value is none of its choices."""
+    for option in fields(record):
+        choices, value = option.metadata["choices"], getattr(record, option.name)
+        if choices and value not in choices and value != option.default:
+            listed = ", ".join(str(choice) for choice in choices)
+            raise ConfigError(f"{_flag(option.name)} is {value!r}: choose one of {listed}.")
+
+
+def check_least(record: Any, least: Mapping[str, float]) -> None:
+    """Raises ConfigError for a number below the least that makes sense; None is left alone."""
+    for name, bound in least.items():
+        value = getattr(record, name)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"{_flag(name)} is {value}: give {bound} or more.")
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a setting that does not exist, with the nearest one that does."""
+    listed = sorted(known)
+    near = difflib.get_close_matches(name, listed, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"unknown setting {name!r}.{hint} Known settings: {', '.join(listed)}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

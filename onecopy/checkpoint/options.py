@@ -5,34 +5,17 @@ Free of torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onecopy.errors import ConfigError
-from onecopy.options import describe
+from onecopy.options import bytes_of, describe
 
-__all__ = ["ExportOptions", "InspectOptions", "VerifyOptions", "bytes_of"]
+__all__ = ["ExportOptions", "InspectOptions", "VerifyOptions"]
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 FOLDER = (
     "a checkpoint (of onecopy, of torch.distributed.checkpoint or of DeepSpeed), or the folder of "
     "a run, whose last good checkpoint is meant"
 )
-
-
-def bytes_of(text: str) -> int:
-    """A size for people in bytes: 5GB, 500MB, 2GiB, 1000000.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    unit = (UNITS | BINARY_UNITS).get(found.group(2)) if found else None
-    if found is None or unit is None or float(found.group(1)) * unit < 1:
-        raise ConfigError(f"{text!r} is no size: say 5GB, 500MB or 2GiB, for example")
-    return int(float(found.group(1)) * unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

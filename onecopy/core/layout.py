@@ -24,7 +24,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-__all__ = ["Layout", "Piece", "Span", "balance"]
+__all__ = ["ALIGNMENT_BYTES", "LARGE_LEAF_NUMEL", "Layout", "Piece", "Span", "balance"]
+
+# Where parameters, slices and trailers start; see Layout.alignment.
+ALIGNMENT_BYTES = 64
+# Leaves outside of repeated blocks with so many elements are units of their own.
+LARGE_LEAF_NUMEL = 100_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import nn
 
 from onecopy.core import build
 from onecopy.core.kept import kept_parameters
-from onecopy.core.layout import balance
+from onecopy.core.layout import LARGE_LEAF_NUMEL, balance
 from onecopy.core.precision import dtypes_of
 from onecopy.core.unit import UnitSpec
 from onecopy.core.update_rules import needs_whole_parameters
@@ -35,7 +35,6 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 # Leaves that are always used by calling them. Others (the projection inside MultiheadAttention,
 # for one) may be read by their parent behind their back, so exact types only.
 CALLED_LEAVES = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-LARGE_LEAF_NUMEL = 100_000
 
 
 def find_units(

@@ -38,7 +38,7 @@ from torch import nn
 from onecopy.core import build
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import Gatherer, guard_class
-from onecopy.core.layout import Layout, Piece
+from onecopy.core.layout import ALIGNMENT_BYTES, Layout, Piece
 from onecopy.core.split import SplitMaster
 from onecopy.core.views import view_of
 from onecopy.errors import ShardingError, UnitStateError
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Unit", "UnitSpec", "UnitState"]
 
-ALIGNMENT_BYTES = 64
 TRANSFER_LINGERS = 2e-3
 
 

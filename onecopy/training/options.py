@@ -6,11 +6,11 @@ torch, so that `onecopy train --help` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onecopy.errors import ConfigError
-from onecopy.options import describe
+from onecopy.options import check_choices, check_least, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +90,8 @@ class TrainOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not value >= least:
-                raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} or more.")
-        for option in fields(self):
-            choices = option.metadata["choices"]
-            if choices and getattr(self, option.name) not in choices:
-                listed = ", ".join(str(choice) for choice in choices)
-                raise ConfigError(
-                    f"--{option.name} is {getattr(self, option.name)!r}: choose one of {listed}."
-                )
+        check_least(self, _LEAST)
+        check_choices(self)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
         if self.warmup > 1:

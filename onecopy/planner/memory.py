@@ -1,0 +1,234 @@
+"""Bytes of one rank at the peak of a step, and what it sends, from the runtime's own layout.
+
+Model states are those that the rank holds after a backward; beside them the peak has the units
+that are gathered, the buffers in which gradients come and go, and the activations. Each is the
+most that is held of its kind, so their sum is at least the true peak; the tests compare it with
+live tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import pairwise
+
+from onecopy.core.layout import ALIGNMENT_BYTES, Layout
+from onecopy.core.stages import STAGES
+from onecopy.planner import estimate
+from onecopy.planner.estimate import ElementWidths
+from onecopy.planner.shapes import ModelShape, TransformerShape, UnitShape
+from onecopy.report.states import StateBytes
+
+__all__ = ["Batch", "Cluster", "Memory", "Sent", "activation_bytes", "memory_of", "sent_by"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """How many ranks there are, and how many of them share a node."""
+
+    devices: int
+    devices_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one rank computes at a time: samples, tokens of each, and backwards per step."""
+
+    samples: int
+    sequence: int
+    backwards: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one backward."""
+        return self.samples * self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one rank at the peak, by kind.
+
+    parameters, gradients, optimizer: model states, as `estimate.state_bytes` has them.
+    gathered: whole units that are there only while they are used.
+    buffers: gradients of whole units on their way to their owners.
+    activations: None where the model's shape does not tell.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    buffers: int
+    activations: int | None
+
+    @property
+    def states(self) -> int:
+        """Model states: what does not depend on the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.states + self.gathered + self.buffers + (self.activations or 0)
+
+    def by_kind(self) -> dict[str, int | None]:
+        """The parts by name, in the order of the table."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Bytes that one rank sends per step, to ranks of its node and to others."""
+
+    inside: int
+    across: int
+
+    @property
+    def total(self) -> int:
+        return self.inside + self.across
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A kind of unit, laid out for a number of ranks."""
+
+    unit: UnitShape
+    layout: Layout
+    widths: ElementWidths
+
+    @property
+    def values(self) -> int:
+        """Bytes of the whole unit's parameters in the compute dtype."""
+        return self.layout.padded_numel * self.widths.compute
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the whole unit's gradients, as they are sent."""
+        return self.layout.gradient_numel * self.widths.wire if self.unit.trainable else 0
+
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of the largest gradient as autograd hands it over."""
+        return max(self.unit.numels) * self.widths.compute if self.unit.trainable else 0
+
+    def states(self, stage: int, devices: int) -> StateBytes:
+        """Of one such unit."""
+        widths = self.widths
+        if not self.unit.trainable:
+            # A frozen parameter is its own master and has neither gradient nor states.
+            widths = ElementWidths(
+                compute=widths.compute, master=widths.compute, gradient=0, optimizer=0, reduce=0
+            )
+        flat = estimate.state_bytes(stage, self.layout.padded_numel, devices, widths)
+        # Gradient buffers are longer, by the flags that ride along.
+        wide = estimate.state_bytes(stage, self.layout.gradient_numel, devices, widths)
+        return StateBytes(
+            parameters=flat.parameters, gradients=wide.gradients, optimizer=flat.optimizer
+        )
+
+
+def _sized(model: ModelShape, stage: int, devices: int, widths: ElementWidths) -> Iterator[_Sized]:
+    is_cut = STAGES[stage].shards_anything
+    for unit in model.units:
+        if not unit.count or not sum(unit.numels):
+            continue
+        own = unit.widths or widths
+        groups = (devices, 1) if is_cut else (1, devices)
+        alignment = ALIGNMENT_BYTES // min(own.compute, own.master)
+        yield _Sized(unit, _layout(unit.numels, *groups, alignment), own)
+
+
+@lru_cache(maxsize=1024)
+def _layout(numels: tuple[int, ...], shard: int, replica: int, alignment: int) -> Layout:
+    """As the runtime would lay it out; a plan asks for the same ones again and again."""
+    return Layout(numels, num_slices=shard, num_replicas=replica, alignment=alignment)
+
+
+def memory_of(
+    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, activations: int | None
+) -> Memory:
+    """What a rank holds at `stage`; `widths` counts where a unit does not say its own."""
+    devices = cluster.devices
+    units = list(_sized(model, stage, devices, widths))
+    states = [(one.unit.count, one.states(stage, devices)) for one in units]
+    return Memory(
+        parameters=sum(count * one.parameters for count, one in states),
+        gradients=sum(count * one.gradients for count, one in states),
+        optimizer=sum(count * one.optimizer for count, one in states),
+        gathered=_gathered(units) if STAGES[stage].releases else 0,
+        buffers=_buffers(units, stage, devices),
+        activations=activations,
+    )
+
+
+def _gathered(units: list[_Sized]) -> int:
+    """Units around others, and the two largest neighbours: one in use, one on its way."""
+    around = sum(one.values for one in units if one.unit.surrounds)
+    inner = [one for one in units if not one.unit.surrounds]
+    in_order = [one.values for one in inner for _ in range(min(one.unit.count, 2))]
+    pairs = (first + second for first, second in pairwise(in_order))
+    return around + max(pairs, default=sum(in_order))
+
+
+def _buffers(units: list[_Sized], stage: int, devices: int) -> int:
+    """Local gradients of the unit in backward, what comes in of others, autograd's own.
+
+    Where local gradients are kept anyway they count as gradients, not here.
+    """
+    cut = STAGES[stage]
+    largest = max((one.gradients for one in units), default=0)
+    autograd = max((one.largest_gradient for one in units), default=0)
+    inner = max((one.gradients for one in units if not one.unit.surrounds), default=0)
+    around = sum(one.gradients for one in units if one.unit.surrounds)
+    local = 0 if cut.keeps_gradient_buffer else inner + around
+    incoming = largest * (devices - 1) // devices
+    if not cut.shards_anything and devices > 1:
+        # The sums come back into a buffer of their own.
+        incoming += largest
+    return local + incoming + autograd
+
+
+def activation_bytes(
+    transformer: TransformerShape, batch: Batch, width: int, *, recompute: bool
+) -> int:
+    """Bytes of activations at their peak, fused attention assumed.
+
+    Args:
+        width: bytes of the compute dtype.
+        recompute: only the inputs of blocks are kept, and one block is computed again at a time.
+
+    At the beginning of backward all blocks' values exist and the loss's, later the gradients
+    inside of one block.
+    """
+    tokens, whole, block = batch.tokens, 0, 0
+    for stack in transformer.stacks:
+        saved = stack.saved.num_bytes(width, batch.sequence)
+        kept = stack.hidden * width if recompute else saved
+        whole += stack.count * kept
+        working = max(16 * stack.hidden, 2 * width * stack.widest)
+        block = max(block, working + (saved if recompute else 0))
+    # Logits, their logarithms, and two gradients of these.
+    logits = 4 * width if not transformer.upcasts_logits else 12 + width
+    return tokens * (whole + max(block, logits * transformer.vocabulary))
+
+
+def sent_by(
+    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, backwards: int
+) -> Sent:
+    """Bytes that a rank sends per step, every message counted from its sender to its receiver.
+
+    So it is on Gloo, and for 16-bit gradients on NCCL; NCCL's own collectives may pass messages on
+    from rank to rank, which sends as much in all and less of it across nodes.
+    """
+    devices, total = cluster.devices, 0
+    for one in _sized(model, stage, devices, widths):
+        messages = estimate.traffic(stage, backwards)
+        refreshes = messages.refresh if one.unit.trainable else 0
+        flat = (messages.gather + refreshes) * one.layout.padded_numel * one.widths.compute
+        sums = messages.reduce * one.gradients
+        total += one.unit.count * (flat + sums) * (devices - 1) // devices
+    if devices == 1:
+        return Sent(inside=0, across=0)
+    inside = total * (cluster.devices_per_node - 1) // (devices - 1)
+    return Sent(inside=inside, across=total - inside)

@@ -1,0 +1,173 @@
+"""What a plan can be told: one record for `onecopy.plan` and for the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from onecopy.config import DTYPE_NAMES, STAGES, Precision
+from onecopy.errors import ConfigError
+from onecopy.options import bytes_of, check_choices, check_least, describe, unknown_setting
+from onecopy.planner.memory import Cluster
+
+__all__ = ["OPTIMIZERS", "CommandOptions", "PlanOptions"]
+
+# Tensors of a parameter's size that the optimizer keeps, and how it is written in code.
+OPTIMIZERS: dict[str, tuple[int, str]] = {
+    "adamw": (2, "AdamW(model.parameters(), lr=3e-4, fused=True)"),
+    "adam": (2, "Adam(model.parameters(), lr=3e-4, fused=True)"),
+    "adamax": (2, "Adamax(model.parameters(), lr=3e-4)"),
+    "rmsprop": (1, "RMSprop(model.parameters(), lr=3e-4)"),
+    "adagrad": (1, "Adagrad(model.parameters(), lr=1e-2, fused=True)"),
+    "momentum": (1, "SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"),
+    "sgd": (0, "SGD(model.parameters(), lr=0.1, fused=True)"),
+}
+NODE = 8  # accelerators in one machine, where nothing else is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Everything a plan can be told beside the model. Raises ConfigError for bad values."""
+
+    devices: int = field(
+        default=1, metadata=describe("devices to train on, one process each, over all nodes")
+    )
+    devices_per_node: int | None = field(
+        default=None,
+        metadata=describe("devices in one node; without it 8, or all where there are fewer"),
+    )
+    device_memory: str = field(
+        default="80GB",
+        metadata=describe(
+            "what one device can hold for training; leave out what its driver and other programs "
+            "take",
+            metavar="SIZE",
+        ),
+    )
+    sequence: int | None = field(
+        default=None,
+        metadata=describe(
+            "tokens in a sample; without it 2048, or the model's limit where it is lower"
+        ),
+    )
+    micro_batch: int = field(
+        default=1, metadata=describe("samples that one device computes at a time")
+    )
+    accumulate: int = field(default=1, metadata=describe("backwards per optimizer step"))
+    optimizer: str = field(
+        default="adamw",
+        metadata=describe("whose states are counted", choices=tuple(OPTIMIZERS)),
+    )
+    precision: Precision | str = field(
+        default="bf16",
+        metadata=describe(
+            "dtype of forward and backward; the optimizer always updates fp32 masters",
+            choices=DTYPE_NAMES,
+        ),
+    )
+    checkpoint_activations: str = field(
+        default="auto",
+        metadata=describe(
+            "compute activations again in backward instead of keeping them; auto does where they "
+            "would not fit",
+            choices=("auto", "on", "off"),
+        ),
+    )
+    stage: int | None = field(
+        default=None, metadata=describe("show only this stage", choices=STAGES)
+    )
+    layers: int | None = field(
+        default=None, metadata=describe("blocks of the model, where only its size is given")
+    )
+    hidden: int | None = field(
+        default=None,
+        metadata=describe("width of the model, where only its size is given"),
+    )
+
+    def __post_init__(self) -> None:
+        check_least(self, _LEAST)
+        if isinstance(self.precision, Precision):
+            # Any policy, from code.
+            checked = PlanOptions(optimizer=self.optimizer, stage=self.stage)
+            check_choices(checked)
+        else:
+            check_choices(self)
+        per_node = self.cluster.devices_per_node
+        if self.devices % per_node:
+            raise ConfigError(
+                f"--devices is {self.devices} with {per_node} devices in a node, which leaves a "
+                f"node with {self.devices % per_node}: say --devices-per-node too, a divisor of "
+                f"{self.devices}."
+            )
+        bytes_of(self.device_memory)
+
+    @property
+    def cluster(self) -> Cluster:
+        """How many ranks there are."""
+        per_node = self.devices_per_node or min(self.devices, NODE)
+        return Cluster(devices=self.devices, devices_per_node=per_node)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of one device."""
+        return bytes_of(self.device_memory)
+
+    @property
+    def policy(self) -> Precision:
+        """`precision` as an object."""
+        if isinstance(self.precision, Precision):
+            return self.precision
+        return Precision(compute=self.precision)
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors that the optimizer keeps for each parameter."""
+        return OPTIMIZERS[self.optimizer][0]
+
+    @classmethod
+    def make(cls, settings: Mapping[str, Any]) -> PlanOptions:
+        """From keyword arguments.
+
+        Raises:
+            ConfigError: a setting is unknown (with the nearest known name) or does not fit.
+        """
+        known = [item.name for item in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise unknown_setting(name, known)
+        return cls(**settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandOptions(PlanOptions):
+    """What `onecopy plan` takes: the model, the options of a plan, and where it goes."""
+
+    model: str = field(
+        metadata=describe(
+            "a size (7.5B), a Hugging Face config.json or a folder with one, or module:function "
+            "that returns the model",
+            metavar="MODEL",
+        ),
+    )
+    json: bool = field(default=False, metadata=describe("print the plan as JSON"))
+    html: Path | None = field(
+        default=None, metadata=describe("also write the plan as a page", metavar="FILE")
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options of the plan itself."""
+        return {item.name: getattr(self, item.name) for item in fields(PlanOptions)}
+
+
+_LEAST: dict[str, float] = {
+    "devices": 1,
+    "devices_per_node": 1,
+    "sequence": 1,
+    "micro_batch": 1,
+    "accumulate": 1,
+    "layers": 1,
+    "hidden": 1,
+}
