@@ -206,6 +206,31 @@ def test_an_older_name_of_the_dtype_is_kept_right(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_ties_as_transformers_4_declares_them(tmp_path: Path, is_tied: bool) -> None:
+    """Patterns, which hold where the configuration ties at all."""
+
+    class Config:
+        tie_word_embeddings = is_tied
+
+        def to_json_string(self) -> str:
+            return "{}"
+
+    class Old(nn.Module):
+        _tied_weights_keys = (r"head\.we.ght",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+            self.head = nn.Linear(3, 5, bias=False)
+            self.embedding = nn.Embedding(5, 3)
+            self.embedding.weight = self.head.weight
+
+    onecopy.export(Old(), tmp_path)
+    names = {"embedding.weight"} if is_tied else {"embedding.weight", "head.weight"}
+    assert read(tmp_path).keys() == names
+
+
 # Plain modules --------------------------------------------------------------------------------
 
 

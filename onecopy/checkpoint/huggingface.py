@@ -6,7 +6,8 @@ Nothing here imports transformers: its models are known by what they have.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def config_for(text: str, dtype: torch.dtype | None) -> str:
     return _text(entries | dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
 
 
-def names_left_out(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
+def names_left_out(model: nn.Module, groups: Sequence[list[str]]) -> list[str]:
     """Names that files of weights must not hold, since loading fills them from others.
 
     A Hugging Face model says which of its parameters it ties, and what it never saves. What is tied
@@ -75,10 +76,7 @@ def names_left_out(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
     """
     if not _has_json(vars(model).get("config")):
         return [name for names in groups for name in names[1:]]
-    declared = getattr(model, "all_tied_weights_keys", None)
-    if declared is None:
-        # transformers before version 5, where what is declared is tied, under full names.
-        declared = getattr(model, "_tied_weights_keys", None) or ()
+    declared = {name for names in groups for name in names if _is_declared(model, name)}
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     left_out: list[str] = []
     for names in groups:
@@ -87,3 +85,14 @@ def names_left_out(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
         left_out += filled if len(filled) < len(names) else filled[1:]
         left_out += [name for name in names if name in ignored]
     return left_out
+
+
+def _is_declared(model: nn.Module, name: str) -> bool:
+    """Whether from_pretrained gives this parameter the values of another one."""
+    found = getattr(model, "all_tied_weights_keys", None)
+    if found is not None:
+        return name in found
+    # transformers before version 5 has patterns, which hold where the configuration ties at all.
+    patterns = getattr(model, "_tied_weights_keys", None) or ()
+    is_tied = getattr(model.config, "tie_word_embeddings", True)
+    return bool(is_tied) and any(re.search(pattern, name) for pattern in patterns)

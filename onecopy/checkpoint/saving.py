@@ -295,7 +295,7 @@ def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str
 
 def _not_exported(model: NamedModel) -> list[str]:
     """Names that files for others shall not hold, without the model's prefix."""
-    names = ([name.removeprefix(model.prefix) for name in one] for one in model.names.values())
+    names = [[name.removeprefix(model.prefix) for name in one] for one in model.names.values()]
     return names_left_out(model.module, names)
 
 

@@ -146,7 +146,7 @@ def _module(model: nn.Module) -> Model:
     if engine is None:
         _refuse_parts(model)
     names = _names_of_tensors(model)
-    left_out = set(names_left_out(model, (group for _, group in names)))
+    left_out = set(names_left_out(model, [group for _, group in names]))
     values = []
     for tensor, group in names:
         if engine is None and not has_values(tensor):
