@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 import onecopy
 from onecopy import cli
 from onecopy.checkpoint.inspect import inspect
-from onecopy.checkpoint.options import bytes_of
 from onecopy.checkpoint.verify import verify
 from onecopy.errors import CheckpointError, ConfigError
+from onecopy.options import bytes_of
 from tests import models
 from tests.pool import Pool
 

@@ -559,6 +559,57 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, moment: str) -> No
     assert not list(tmp_path.iterdir())
 
 
+SPLIT = onecopy.Precision(compute="bf16", master="bf16+16")
+
+
+def train(directory: Path, stage: int, settings: dict[str, Any], often: bool) -> list[Tensor]:
+    """Three steps, with exports in between at every moment, or without."""
+    model = models.build("tied")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    onecopy.shard(model, optimizer, stage=stage, **settings)
+    numbers = itertools.count()
+
+    def export() -> None:
+        if often:
+            onecopy.export(model, directory / str(next(numbers)), max_shard_bytes=4000)
+
+    for step in range(3):
+        loss = models.loss(model, models.batch("tied", step, dist.get_rank()))
+        export()
+        loss.backward()
+        export()
+        optimizer.step()
+        export()
+        optimizer.zero_grad()
+    with onecopy.full_parameters(model):
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+        export()
+    export()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.sampled(
+    "stage, settings",
+    list(itertools.product(STAGES, ({}, {"precision": "bf16"}, {"precision": SPLIT}))),
+    3,
+    always=[(3, {"precision": "bf16"}), (1, {"precision": SPLIT})],
+)
+def test_training_does_not_notice(
+    pool: Pool, tmp_path: Path, stage: int, settings: dict[str, Any]
+) -> None:
+    """Between forward, backward and step; inside full_parameters, changes there are written."""
+    with_exports = pool.run(2, train, tmp_path, stage, settings, True, timeout=120)
+    without = pool.run(2, train, tmp_path, stage, settings, False)
+    for values, expected in zip(with_exports, without, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(values, expected, strict=True))
+    names = list(models.build("tied").state_dict())
+    last = dict(zip(names, without[0], strict=True))
+    for number in (9, 10):
+        found = read(tmp_path / str(number))
+        assert all(torch.equal(value, last[key]) for key, value in found.items())
+
+
 # Checkpoints ----------------------------------------------------------------------------------
 
 
