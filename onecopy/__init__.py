@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onecopy.api import no_sync as no_sync
     from onecopy.api import shard as shard
     from onecopy.api import unshard as unshard
+    from onecopy.checkpoint.background import async_save as async_save
     from onecopy.checkpoint.export import export as export
     from onecopy.checkpoint.loading import load as load
     from onecopy.checkpoint.saving import save as save
@@ -34,6 +35,7 @@ _WHERE = {
     "Config": "onecopy.config",
     "OneCopyError": "onecopy.errors",
     "Precision": "onecopy.config",
+    "async_save": "onecopy.checkpoint.background",
     "clip_grad_norm_": "onecopy.api",
     "full_parameters": "onecopy.api",
     "export": "onecopy.checkpoint.export",
@@ -53,6 +55,7 @@ __all__ = [
     "Config",
     "OneCopyError",
     "Precision",
+    "async_save",
     "clip_grad_norm_",
     "export",
     "full_parameters",

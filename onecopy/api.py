@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -50,11 +50,19 @@ if TYPE_CHECKING:
 
     from onecopy.comm.groups import Group
     from onecopy.core.unit import UnitSpec
+    from onecopy.memory.host_buffer import HostBuffer
 
 __all__ = ["clip_grad_norm_", "full_parameters", "no_sync", "shard", "unshard"]
 
 Models = TypeVar("Models", nn.Module, Sequence[nn.Module])
 INSTANCE_METHODS = ("no_sync", "zero_grad", "_apply", "__deepcopy__")
+
+
+class Pending(Protocol):
+    """Something that goes on beside training."""
+
+    def settle(self) -> None:
+        """Wait for it, and raise what has become of it; all ranks together."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -70,6 +78,9 @@ class Handle(handle.NotCopied):
     handles: list[RemovableHandle] = field(default_factory=list)
     # Made when the first checkpoint is.
     checkpoint_group: Group | None = None
+    # Of async_save: what its copies lie in, and what is being written or was last.
+    host_buffer: HostBuffer | None = None
+    pending_save: Pending | None = None
 
 
 def shard(
@@ -157,6 +168,9 @@ def unshard(model: Models) -> Models:
                 f"the {type(binding.optimizer).__name__} of this model has parameters of another "
                 "sharded model too: pass all its models, unshard([model_a, model_b])"
             )
+    for owner in owners:
+        if owner.pending_save is not None:
+            owner.pending_save.settle()
     for owner in owners:
         owner.backward.flush()
         owner.engine.owned.hide()

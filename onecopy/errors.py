@@ -8,6 +8,7 @@ OneCopyError
 |- ParameterReleasedError  values of a parameter were touched while its unit is released
 |- UnitStateError          an illegal move of a unit (a bug in onecopy, or a caller of internals)
 |- CheckpointError         a file of weights is missing, damaged, or does not fit the model
+|  `- SavePendingError     a checkpoint of the model is still being written
 |- CommunicationError      a transfer failed: a peer died, or the connection broke
 `- LaunchError             a rank process that onecopy started has failed
 
@@ -25,6 +26,7 @@ __all__ = [
     "MismatchError",
     "OneCopyError",
     "ParameterReleasedError",
+    "SavePendingError",
     "ShardingError",
     "UnitStateError",
 ]
@@ -60,6 +62,10 @@ class UnitStateError(OneCopyError, RuntimeError):
 
 class CheckpointError(OneCopyError, RuntimeError):
     """A file of weights is missing or damaged, or does not fit the model."""
+
+
+class SavePendingError(CheckpointError):
+    """A checkpoint of the model is still being written, and the caller did not want to wait."""
 
 
 class CommunicationError(OneCopyError, RuntimeError):

@@ -28,6 +28,7 @@ Kind = Literal[
     "scale",
     "agree",
     "read",
+    "stage",
     "save",
 ]
 
@@ -40,14 +41,16 @@ class Event:
         being summed to their owners), refresh (values of updated slices travel), wait (this rank
         was blocked until a transfer ended), step (one optimizer step), skip (a step that was not
         made, because gradients had overflowed), scale (the loss scale has changed), agree (ranks
-        compared what they want next), read (values came from files), save (a checkpoint was
-        written).
+        compared what they want next), read (values came from files), stage (what is to be saved
+        was copied to host memory), save (a checkpoint was written; one of async_save is reported
+        from the thread that has written it).
     unit: name of the unit; empty where no single unit is meant.
     phase: forward, backward, step or api: the moment of the training step.
-    num_bytes: bytes that this rank sends, or reads from files or writes to
+    num_bytes: bytes that this rank sends, copies to be saved, or reads from files or writes to
         them; 0 for other local events.
     group: shard or replica, the group the bytes travel in; empty for local events.
-    seconds: time that this rank was blocked (wait and save only).
+    seconds: time that this rank was blocked (wait, stage and save only); a save in the background
+        blocks nobody but takes as long.
     value: the loss scale from now on (scale only).
     """
 

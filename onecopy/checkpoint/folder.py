@@ -32,6 +32,7 @@ __all__ = [
     "candidates",
     "discard",
     "find_step",
+    "path_of",
     "prepare_new",
     "publish",
     "remove_old",
@@ -49,6 +50,11 @@ _NEW, _OLD = ".new", ".old"
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def path_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is when it is complete."""
+    return root / _name(step)
 
 
 def step_of(folder: Path) -> int | None:

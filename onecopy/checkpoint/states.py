@@ -208,9 +208,16 @@ def _named_model(name: str, model: nn.Module) -> NamedModel:
 
 
 def settle(named: Named) -> None:
-    """Bring models to rest, between two steps, with all changes in the masters."""
+    """Bring models to rest, between two steps, with all changes in the masters.
+
+    Raises:
+        CheckpointError: an earlier save in the background has failed, and nobody was told yet.
+    """
     for one in named.models.values():
-        handle.of(one.module).backward.recover()
+        owner = handle.of(one.module)
+        if owner.pending_save is not None:
+            owner.pending_save.settle()
+        owner.backward.recover()
         one.engine.recover()
         one.engine.check_parameters()
         one.engine.rest()
