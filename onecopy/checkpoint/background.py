@@ -29,7 +29,7 @@ from onecopy.checkpoint.states import Models, Named, Optimizers, name_all
 from onecopy.checkpoint.together import together
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.groups import Group
-from onecopy.errors import CheckpointError, ConfigError, SavePendingError
+from onecopy.errors import CheckpointError, ConfigError, OneCopyError, SavePendingError
 from onecopy.events import Events
 from onecopy.memory.host_buffer import HostBuffer
 
@@ -100,7 +100,7 @@ class PendingSave:
     """A checkpoint that is being written while training goes on; made by `async_save`."""
 
     def __init__(self, job: Job, group: Group, events: Sequence[Events]) -> None:
-        self._name = f"the checkpoint of step {job.step} under {job.root.absolute()}"
+        self._name = f"the checkpoint of step {job.step} under {job.root}"
         self._folder = path_of(job.root, job.step)
         self._group = group
         self._is_written = False
@@ -163,9 +163,9 @@ class PendingSave:
         if self._failure is None or self._was_raised_everywhere:
             return
         # Whoever has been told goes on; but all ranks must, or none.
-        told = gather_objects(self._group, self._was_raised) if self._is_agreed else [False]
+        told = self._is_agreed and all(together(self._group, lambda: self._was_raised))
         self._was_raised_everywhere = True
-        if not all(told):
+        if not told:
             self.wait()
 
     def _run(self, job: Job, events: Sequence[Events]) -> None:
@@ -184,7 +184,8 @@ class PendingSave:
 
     def _fail(self, error: BaseException) -> None:
         self._is_agreed = isinstance(error, CheckpointError)
-        reason = str(error) if self._is_agreed else f"{type(error).__name__}: {error}"
+        is_own = isinstance(error, OneCopyError)
+        reason = str(error) if is_own else f"{type(error).__name__}: {error}"
         text = (
             f"{self._name} could not be written while training went on: {reason}. Training is not "
             "affected; correct this and save again"
@@ -259,7 +260,9 @@ def _copied(named: Named, job: Job) -> Job:
         copies.extend(_copy_ranges(job.states.ranges, owner.host_buffer))
 
     together(named.group, copy)
-    return replace(job, states=replace(job.states, ranges=copies, objects={}))
+    # The working directory may be another one by the time that the folder is made.
+    states = replace(job.states, ranges=copies, objects={})
+    return replace(job, root=job.root.absolute(), states=states)
 
 
 def _copy_ranges(ranges: Sequence[Range], buffer: HostBuffer) -> list[Range]:
