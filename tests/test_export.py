@@ -490,6 +490,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
     )
     model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
     refused(CheckpointError, "wide has dtype torch.complex128, which safetensors files cannot hold")
+    sparse = nn.Module()
+    sparse.register_buffer("graph", torch.eye(3).to_sparse())
+    refused(ShardingError, "graph is a torch.sparse_coo, whose values are not", source=sparse)
     onecopy.shard(inner := nn.Linear(2, 2), stage=3)
     refused(ShardingError, "module 0 of this Sequential is sharded", source=nn.Sequential(inner))
 
@@ -691,6 +694,8 @@ def save_fsdp(folder: Path) -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    with pytest.raises(ShardingError, match=r"0\.weight is a DTensor.* export that folder"):
+        onecopy.export(model, folder)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
 
 

@@ -98,7 +98,8 @@ def export(
         CheckpointError: the checkpoint is damaged or has no such model; the directory holds other
             weights or cannot be written; values are out of the range of `dtype`. On all ranks.
         ConfigError: an argument does not fit.
-        ShardingError: the module has parameters without values, or a part of it is sharded.
+        ShardingError: the module has parameters without values, or whose values are not in one
+            tensor (DTensors, sparse and quantized ones); or a part of it is sharded.
     """
     opened = open_model(source, model)
     files = _divide(opened.values, _dtype(dtype), max_shard_bytes)

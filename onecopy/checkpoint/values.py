@@ -74,7 +74,8 @@ def open_model(source: str | os.PathLike[str] | nn.Module, name: str | None = No
     Raises:
         CheckpointError: there is no such checkpoint, or no such model in it.
         ConfigError: a name is given with a module.
-        ShardingError: the module has parameters without values, or a part of it is sharded.
+        ShardingError: the module has parameters without values, or whose values are not in one
+            tensor (DTensors, sparse and quantized ones); or a part of it is sharded.
     """
     if not isinstance(source, nn.Module):
         return _stored_model(open_source(source), name)
@@ -149,10 +150,8 @@ def _module(model: nn.Module) -> Model:
     left_out = set(names_left_out(model, [group for _, group in names]))
     values = []
     for tensor, group in names:
-        if engine is None and not has_values(tensor):
-            raise ShardingError(
-                f"{group[0]} has no values yet: call onecopy.shard(model, ...) before export"
-            )
+        if engine is None or engine.find(tensor) is None:
+            _refuse_strange(group[0], tensor)
         dtype = _stored_dtype(engine, tensor)
         read = partial(_read_tensor_of, engine, tensor)
         values += [
@@ -197,6 +196,22 @@ def _read_tensor_of(engine: Engine | None, tensor: Tensor) -> Tensor:
     unit, index = found
     engine.touch.touch([tensor], torch.Tensor.detach)
     return unit.gather_value(index)
+
+
+def _refuse_strange(name: str, tensor: Tensor) -> None:
+    """Tensors whose values are nowhere, or not in one place."""
+    if not has_values(tensor):
+        raise ShardingError(
+            f"{name} has no values yet: call onecopy.shard(model, ...) before export"
+        )
+    # What wrapper subclasses of torch have.
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
+        kind = tensor.layout if type(tensor) in (Tensor, nn.Parameter) else type(tensor).__name__
+        raise ShardingError(
+            f"{name} is a {kind}, whose values are not in one dense tensor. Where they are on "
+            "several ranks, save with torch.distributed.checkpoint and export that folder; else "
+            "convert it"
+        )
 
 
 def _refuse_parts(model: nn.Module) -> None:
