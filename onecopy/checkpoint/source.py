@@ -75,6 +75,6 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         )
     has = f"it has neither {MANIFEST} nor {METADATA}" if folder.exists() else "it is not there"
     raise CheckpointError(
-        f"{folder} is no checkpoint: {has}. Give the folder of one checkpoint, or the root that was "
-        "given to onecopy.save"
+        f"{folder} is no checkpoint: {has}. Give the folder of one checkpoint, or the root that "
+        "was given to onecopy.save"
     )
