@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onecopy.checkpoint.files import naming
+from onecopy.checkpoint.disk import naming
 from onecopy.errors import CheckpointError
 from onecopy.memory.torch_files import Inert, TensorInFile, check_archive, read_torch_file
 

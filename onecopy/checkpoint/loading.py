@@ -126,9 +126,11 @@ def _load_one(folder: Path, named: Named) -> Loaded:
     together(group, targets.take_objects)
     try:
         targets.read([], targets.ranges)
-    finally:
-        # Also where a part is missing: what a model computes with is what its masters are.
+    except CheckpointError:
+        # All ranks are here. What a model computes with is what its masters are, in part the new.
         targets.refresh()
+        raise
+    targets.refresh()
     together(group, targets.finish)
     return targets.loaded()
 
