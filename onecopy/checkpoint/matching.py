@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.source import Source
 from onecopy.checkpoint.states import (
@@ -198,11 +199,13 @@ class Names:
                 return [*self._under(name, model, names), *_without(model, names)]
         raise CheckpointError("an optimizer has parameters of a model that was not passed")
 
-    def dtype_of(self, named: Named, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype that a parameter's values are stored in."""
-        stored = self.stored(self.of_tensor(named.name_of(parameter)))
-        dtype: torch.dtype = stored.properties.dtype
-        return dtype
+    def values_of(self, named: Named, parameter: torch.Tensor) -> TensorStorageMetadata:
+        """What the metadata says of a parameter's own values."""
+        key = self.of_tensor(named.name_of(parameter))
+        stored = self.stored(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{self.where} has no tensor {key}")
+        return stored
 
     def saved_name_of_optimizer(self, optimizer: NamedOptimizer) -> str:
         """The name that an optimizer was saved under, "" where it had none."""

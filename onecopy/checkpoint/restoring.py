@@ -74,23 +74,20 @@ class OptimizerStates:
             unit, index = piece
             state: dict[str, Any] = {}
             self._states.append(state)
+            values = names.values_of(self._named, parameter)
             for name, key in found.get(id(parameter), {}).items():
                 stored = names.stored(key)
                 is_tensor = isinstance(stored, TensorStorageMetadata)
-                if is_tensor and _is_like(parameter, stored, name):
-                    dtype = self._dtype_of(unit, parameter, stored, names)
+                if is_tensor and _is_like(values, stored, name):
+                    # What had the dtype of its parameter has that of the master here.
+                    dtype = stored.properties.dtype
+                    is_cast = dtype == values.properties.dtype
+                    dtype = unit.dtypes.master if is_cast else dtype
                     state[name] = self._piece_of(unit, index, key, dtype)
                     continue
                 self._read(state, name, key, names)
                 if is_tensor and unit.place_of(index).numel < parameter.numel():
                     self._refuse_whole(key, stored)
-
-    def _dtype_of(
-        self, unit: Unit, parameter: torch.Tensor, stored: TensorStorageMetadata, names: Names
-    ) -> torch.dtype:
-        """As it was saved; but what had the dtype of its parameter has that of the master here."""
-        dtype: torch.dtype = stored.properties.dtype
-        return unit.dtypes.master if dtype == names.dtype_of(self._named, parameter) else dtype
 
     def _refuse_whole(self, key: str, stored: TensorStorageMetadata) -> None:
         if stored.size.numel() > 1:
@@ -191,6 +188,6 @@ class OptimizerStates:
         )
 
 
-def _is_like(parameter: torch.Tensor, stored: TensorStorageMetadata, name: str) -> bool:
+def _is_like(values: TensorStorageMetadata, stored: TensorStorageMetadata, name: str) -> bool:
     """Whether a stored state has a value for each element of its parameter."""
-    return stored.size == parameter.shape and (bool(stored.size) or name not in COUNTERS)
+    return stored.size == values.size and (bool(stored.size) or name not in COUNTERS)

@@ -24,6 +24,7 @@ from onecopy import handle
 from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
 from onecopy.comm.groups import host_group
 from onecopy.core.pretrained import persistent_tensors
+from onecopy.core.unit import UnitState
 from onecopy.errors import CheckpointError, ShardingError
 
 if TYPE_CHECKING:
@@ -219,6 +220,10 @@ def settle(named: Named) -> None:
             owner.pending_save.settle()
         owner.backward.recover()
         one.engine.recover()
+        for unit in one.engine.units:
+            if unit.state is UnitState.GATHERED:
+                # Also what was written in ways that torch does not count.
+                unit.expect_writes()
         one.engine.check_parameters()
         one.engine.rest()
 
