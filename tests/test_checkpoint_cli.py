@@ -76,7 +76,9 @@ def foreign(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     folder = tmp_path / "foreign"
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save({"model": nn.Linear(30, 20).state_dict(), "lr": 0.1}, checkpoint_id=folder)
+        dcp.save(
+            {"model": nn.Linear(30, 20).state_dict(), "lr": 0.1}, checkpoint_id=folder, no_dist=True
+        )
     return folder
 
 
@@ -384,7 +386,7 @@ def test_verify_other_folders(foreign: Path, capsys: Capture) -> None:
     )
     flip(path, place.offset + place.length // 2)
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.load(state, checkpoint_id=foreign)
+        dcp.load(state, checkpoint_id=foreign, no_dist=True)
     assert command("verify", foreign) == 1
     text = capsys.readouterr().out
     assert re.search(r"__0_0.distcp: model.weight from \[0, 0\]: the checksum of its", text), text
@@ -407,7 +409,7 @@ def test_verify_says_what_could_not_be_checked(tmp_path: Path, capsys: Capture) 
         pytest.warns(UserWarning, match="torch.distributed is disabled"),
     ):
         patch.setattr(torch, "save", old)
-        dcp.save(nn.Linear(3, 2).state_dict(), checkpoint_id=tmp_path)
+        dcp.save(nn.Linear(3, 2).state_dict(), checkpoint_id=tmp_path, no_dist=True)
     assert command("verify", tmp_path) == 0
     assert "2 items without a checksum were only found to be there" in capsys.readouterr().out
 

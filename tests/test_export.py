@@ -493,8 +493,20 @@ def test_bad_arguments(tmp_path: Path) -> None:
     sparse = nn.Module()
     sparse.register_buffer("graph", torch.eye(3).to_sparse())
     refused(ShardingError, "graph is a torch.sparse_coo, whose values are not", source=sparse)
-    onecopy.shard(inner := nn.Linear(2, 2), stage=3)
-    refused(ShardingError, "module 0 of this Sequential is sharded", source=nn.Sequential(inner))
+
+
+def export_around_a_sharded_part(directory: Path) -> str:
+    model = nn.Sequential(nn.Linear(2, 2))
+    onecopy.shard(model[0], stage=3)
+    with pytest.raises(ShardingError) as refused:
+        onecopy.export(model, directory)
+    return str(refused.value)
+
+
+def test_a_sharded_part_is_named(pool: Pool, tmp_path: Path) -> None:
+    for message in pool.run(2, export_around_a_sharded_part, tmp_path / "out"):
+        assert message.startswith("module 0 of this Sequential is sharded: export that module")
+    assert not (tmp_path / "out").exists()
 
 
 # Failures -------------------------------------------------------------------------------------
@@ -663,7 +675,7 @@ def test_folders_of_torch(tmp_path: Path, layout: str) -> None:
         "deep": {"app": {"model": weights, "optim": states, **rest}},
         "alone": weights,
     }[layout]
-    dcp.save(saved, checkpoint_id=tmp_path / "dcp")
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     onecopy.export(tmp_path / "dcp", tmp_path / "out")
     found = read(tmp_path / "out")
     # A flat dict does not say that the random state is none of the model's.
@@ -676,12 +688,12 @@ def test_folders_of_torch(tmp_path: Path, layout: str) -> None:
 def test_several_models_in_folders_of_torch(tmp_path: Path) -> None:
     teacher, student = nn.Linear(2, 3), nn.Linear(3, 3)
     saved = {"teacher": teacher.state_dict(), "student": student.state_dict()}
-    dcp.save(saved, checkpoint_id=tmp_path / "dcp")
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(CheckpointError, match="one of 'student', 'teacher'"):
         onecopy.export(tmp_path / "dcp", tmp_path / "out")
     onecopy.export(tmp_path / "dcp", tmp_path / "out", model="student")
     assert torch.equal(read(tmp_path / "out")["weight"], student.weight)
-    dcp.save({"rng": torch.get_rng_state()}, checkpoint_id=tmp_path / "other")
+    dcp.save({"rng": torch.get_rng_state()}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(CheckpointError, match="holds no weights of a model"):
         onecopy.export(tmp_path / "other", tmp_path / "nothing")
 
