@@ -15,6 +15,7 @@ from rich.console import Console
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from onecopy.checkpoint.contents import Contents, contents_of
+from onecopy.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from onecopy.checkpoint.disk import naming
 from onecopy.checkpoint.files import METADATA
 from onecopy.checkpoint.folder import LATEST, find_step, step_of, unfinished_in
@@ -83,7 +84,7 @@ class Inspection:
     """What was found.
 
     path: of the checkpoint that is described. writer: the program that saved it.
-    step, time, world_size: as it says; None where another program has saved.
+    step, time, world_size: as it says; None where another program has saved and does not say.
     tied: further names of tensors, and the name that each is stored under.
     others: keys of what belongs to neither: random states, what the caller has added.
     files: bytes of each, None if it is missing.
@@ -121,18 +122,14 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """
     given = Path(path)
     source = open_source(given)
-    manifest, contents = source.manifest, contents_of(source)
+    manifest, contents, run = source.manifest, contents_of(source), source.run
     notes: list[str] = []
     return Inspection(
         path=str(source.path),
-        writer=(
-            f"onecopy {manifest.version}, torch {manifest.torch_version}"
-            if manifest
-            else "another program"
-        ),
-        step=manifest.step if manifest else step_of(source.path),
+        writer=_writer(source),
+        step=manifest.step if manifest else run.get("global_steps", step_of(source.path)),
         time=manifest.time if manifest else None,
-        world_size=manifest.world_size if manifest else None,
+        world_size=manifest.world_size if manifest else run.get("dp_world_size"),
         health=health_of(source.path),
         models=list(_models(source, contents)),
         optimizers=list(_optimizers(source, contents, notes)),
@@ -144,6 +141,13 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     )
 
 
+def _writer(source: Source) -> str:
+    if source.manifest is not None:
+        return f"onecopy {source.manifest.version}, torch {source.manifest.torch_version}"
+    version = source.run.get("ds_version")
+    return f"DeepSpeed {version}" if version is not None else "another program"
+
+
 def health_of(folder: Path) -> str:
     """Whether a checkpoint has all its files, in their full size; the checksums are not compared.
 
@@ -151,6 +155,9 @@ def health_of(folder: Path) -> str:
     """
     try:
         manifest = _manifest_of(folder)
+        if manifest is None and is_deepspeed(folder):
+            DeepSpeedReader(folder).read_metadata()
+            return COMPLETE
     except CheckpointError as error:
         return str(error).replace(f"{folder}{os.sep}", "")
     if manifest is None:

@@ -53,9 +53,9 @@ __all__ = ["Loaded", "load"]
 class Loaded:
     """What `load` has found beside the states of models and optimizers.
 
-    step: the checkpoint's number; 0 where another program has saved.
+    step: the checkpoint's number; where another program has saved, what it says, or 0.
     extra: what the rank of the same number gave to `save`; the first one's on ranks that there
-        were not.
+        were not. Of a DeepSpeed checkpoint a dict: see `checkpoint.deepspeed.DeepSpeedReader.run`.
     extras: of all ranks that saved, in order; one where all gave the same.
     world_size: number of ranks that saved.
     path: the checkpoint's folder.
@@ -200,6 +200,8 @@ class _Targets:
         self.keys += self._extra_keys
         if self._source.manifest is not None and self._named.optimizers:
             self._plan_counters(names, self._source.manifest)
+        elif self._named.optimizers:
+            self._plan_run(self._source.run)
 
     def _add(self, names: Names, one: Range) -> None:
         self.ranges.append(replace(one, key=names.of_tensor(one.key)))
@@ -235,6 +237,18 @@ class _Targets:
         rank = self._named.group.rank
         self._rng_key = f"onecopy.rng.{rank if rank < manifest.world_size else 0}"
         self.keys.append(self._rng_key)
+
+    def _plan_run(self, run: dict[str, Any]) -> None:
+        """Counters of another program, as far as there are the same here."""
+        if run.get("loss_scale") is not None:
+            scale = {"value": run["loss_scale"], "good_steps": 0}
+            self._counters += [
+                (model.module, {"loss_scale": scale}) for model in self._named.models.values()
+            ]
+        if "global_steps" in run:
+            self._num_steps += [
+                (one.binding, run["global_steps"]) for one in self._named.optimizers.values()
+            ]
 
     def read(self, keys: list[str], ranges: list[Range]) -> None:
         """Read objects, and tensors into their places; all ranks together.
@@ -309,7 +323,14 @@ class _Targets:
         """What the caller is told."""
         manifest, path = self._source.manifest, self._source.path
         if manifest is None:
-            return Loaded(step=0, extra=None, extras=[], world_size=0, path=path)
+            run = self._source.run
+            return Loaded(
+                step=run.get("global_steps", 0),
+                extra=run or None,
+                extras=[run] if run else [],
+                world_size=run.get("dp_world_size", 0),
+                path=path,
+            )
         extras = [self._objects[key] for key in self._extra_keys]
         rank = self._named.group.rank
         return Loaded(

@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
+from onecopy.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from onecopy.checkpoint.disk import REMEDIES, read_file
 from onecopy.checkpoint.files import METADATA, Reader
 from onecopy.checkpoint.folder import LATEST, find_step
@@ -49,6 +51,15 @@ class Source:
             )
         return found
 
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """What another program says of its run; see DeepSpeedReader.run. Empty where it does not.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self.reader.run if isinstance(self.reader, DeepSpeedReader) else {}
+
 
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a checkpoint.
@@ -67,13 +78,19 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         return Source(folder, Reader(folder, manifest), manifest)
     if (folder / METADATA).is_file():
         return Source(folder, Reader(folder), None)
+    if is_deepspeed(folder):
+        return Source(folder, DeepSpeedReader(folder), None)
     latest = folder.parent / LATEST
     if not folder.exists() and latest.is_file():
         raise CheckpointError(
             f"{folder} is no checkpoint: it is not there, though {latest} may name it. "
             f"{REMEDIES['read']}"
         )
-    has = f"it has neither {MANIFEST} nor {METADATA}" if folder.exists() else "it is not there"
+    has = (
+        f"it has no {MANIFEST}, {METADATA} or *_optim_states.pt"
+        if folder.exists()
+        else "it is not there"
+    )
     raise CheckpointError(
         f"{folder} is no checkpoint: {has}. Give the folder of one checkpoint, or the root that "
         "was given to onecopy.save"

@@ -14,6 +14,7 @@ import collections
 import io
 import math
 import pickle
+import stat
 import struct
 import sys
 import zipfile
@@ -197,6 +198,8 @@ def read_torch_file(path: Path) -> Any:
 
 def _open(path: Path) -> zipfile.ZipFile:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"{path} cannot be read: it is no regular file")
         return zipfile.ZipFile(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
