@@ -40,7 +40,7 @@ class DeepSpeedReader(StorageReader):
 
     Its keys are those of onecopy's own checkpoints: parameters and buffers under their names,
     `optimizer.state.<parameter>.<state>` and `optimizer.param_groups.<number>.<setting>`. Tied
-    weights, and their states, are found under each of their names; the groups name the first.
+    weights are found under each of their names, their states and settings under the first.
 
     Args:
         path: the root with its `latest`, or the folder of one step.
@@ -67,6 +67,24 @@ class DeepSpeedReader(StorageReader):
             CheckpointError: as `read_metadata`.
         """
         return self._open().run
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied weights, and the first ones. Raises as `read_metadata`."""
+        return self._open().aliases
+
+    @property
+    def files(self) -> list[Path]:
+        """All files. Raises as `read_metadata`."""
+        return self._open().files
+
+    def check(self, path: Path) -> None:
+        """See that one of the files fits the others; values are not read.
+
+        Raises:
+            CheckpointError: it is damaged or of another run.
+        """
+        self._open().check(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Look again, at another place if one is given."""

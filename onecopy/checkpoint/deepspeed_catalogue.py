@@ -129,7 +129,8 @@ class _Number:
 class Catalogue:
     """All that a checkpoint contains.
 
-    tensors, objects: by key. run: what is known of the run besides (see `DeepSpeedReader.run`).
+    tensors, objects: by key. aliases: further names of tied weights, and the first ones.
+    run: what is known of the run besides (see `DeepSpeedReader.run`).
 
     Raises:
         CheckpointError: files are missing, of several runs, or not what they should be.
@@ -155,7 +156,10 @@ class Catalogue:
         self.tensors: dict[str, Entry] = {}
         self._add_trained(first, model, pieces)
         self._add_rest(model)
-        self._add_shared(model)
+        self.aliases = {
+            other: name for other, name in _shared(model).items() if name in self.tensors
+        }
+        self.tensors |= {other: self.tensors[name] for other, name in self.aliases.items()}
         self.objects = {
             f"{_GROUPS}{number}.{setting}": value
             for number, group in enumerate(first.groups)
@@ -271,18 +275,24 @@ class Catalogue:
             raise CheckpointError(f"{file.path} has no piece of {name}: it is of another run")
         return file.frozen[name]
 
-    def _add_shared(self, model: ModelFile) -> None:
-        """Tied weights have all their names, and so have their states."""
-        states: dict[str, list[str]] = {}
-        for key in self.tensors:
-            if key.startswith(_STATE):
-                states.setdefault(key.removeprefix(_STATE).rpartition(".")[0], []).append(key)
-        for other, name in _shared(model).items():
-            if name not in self.tensors:
-                continue
-            self.tensors[other] = self.tensors[name]
-            for key in states.get(name, ()):
-                self.tensors[_state_key(other, key.rpartition(".")[2])] = self.tensors[key]
+    @property
+    def files(self) -> list[Path]:
+        """All files."""
+        return [*self._files.model, *self._files.optimizer]
+
+    def check(self, path: Path) -> None:
+        """Open one of the files and compare it with rank 0's, but for the values.
+
+        Raises:
+            CheckpointError: it is damaged or of another run.
+        """
+        if path in self._files.optimizer:
+            self._optimizer(self._files.optimizer.index(path))
+        else:
+            rank = self._files.model.index(path)
+            for name, tensor in self._models[0].frozen.items():
+                if self._frozen(name, rank).numel != tensor.numel:
+                    raise CheckpointError(f"{path} has another part of {name} than it should")
 
 
 def _cut(

@@ -133,7 +133,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         health=health_of(source.path),
         models=list(_models(source, contents)),
         optimizers=list(_optimizers(source, contents, notes)),
-        tied=dict(manifest.aliases) if manifest else {},
+        tied=dict(source.aliases),
         others=contents.others,
         files=_files(source),
         steps=_steps(given, source.path),
@@ -188,7 +188,7 @@ def _size_of(path: Path) -> int | None:
 
 def _models(source: Source, contents: Contents) -> Iterator[ModelInfo]:
     manifest = source.manifest
-    aliases = manifest.aliases if manifest else {}
+    aliases = source.aliases
     for name, keys in contents.models.items():
         settings = manifest.models[name] if manifest else {}
         shown = {

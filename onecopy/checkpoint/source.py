@@ -51,6 +51,13 @@ class Source:
             )
         return found
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied weights, and the first ones, where it says. Raises as `run`."""
+        if self.manifest is not None:
+            return self.manifest.aliases
+        return self.reader.aliases if isinstance(self.reader, DeepSpeedReader) else {}
+
     @cached_property
     def run(self) -> dict[str, Any]:
         """What another program says of its run; see DeepSpeedReader.run. Empty where it does not.

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from onecopy.checkpoint.boxes import overlapping
+from onecopy.checkpoint.deepspeed import DeepSpeedReader
 from onecopy.checkpoint.disk import open_file
 from onecopy.checkpoint.files import Reader
 from onecopy.checkpoint.folder import LATEST, find_step, steps_in
@@ -117,7 +118,9 @@ def _verify(path: Path, progress: Progress) -> Verification:
         found.add("", "", str(error))
         if source.manifest is None:
             return found
-    if not isinstance(source.reader, Reader):
+    if isinstance(source.reader, DeepSpeedReader):
+        _compare_files(source.reader, found, progress)
+    elif not isinstance(source.reader, Reader):
         _read_everything(source, found, progress)
     elif source.manifest is not None:
         _compare_checksums(source.path, source.manifest, names, found, progress)
@@ -315,6 +318,27 @@ def _fault_of_chunks(entry: TensorStorageMetadata) -> str:
 
 
 # Other formats --------------------------------------------------------------------------------
+
+
+def _compare_files(reader: DeepSpeedReader, found: Verification, progress: Progress) -> None:
+    """Files that torch.save has written, each for all that a rank has."""
+    found.checked = "the checksums that torch.save makes, and that the files of all ranks fit"
+    sizes = {path: path.stat().st_size for path in reader.files}
+    for path, num_bytes in sizes.items():
+        progress(found.num_bytes, sum(sizes.values()), path.name)
+        found.num_items += 1
+        found.num_bytes += num_bytes
+        try:
+            reader.check(path)
+            with path.open("rb", buffering=0) as file:
+                fault = _check_archive(file, path.name, [])
+        except CheckpointError as error:
+            fault = str(error)
+        except OSError as error:
+            fault = error.strerror or str(error)
+        if fault:
+            found.add(path.name, "", fault)
+    progress(found.num_bytes, found.num_bytes, "")
 
 
 def _read_everything(source: Source, found: Verification, progress: Progress) -> None:
