@@ -199,6 +199,7 @@ def _run_rank(
     torch.set_num_threads(threads)
     try:
         report: _Report = _Done(value=fn(*args))
+        _wait_for_threads()
     except KeyboardInterrupt:
         # The launcher got the same Ctrl-C and speaks for all ranks.
         os._exit(130)
@@ -218,6 +219,13 @@ def _run_rank(
         sys.stdout.flush()
         # A normal exit would first wait for collectives that a failed rank can never finish.
         os._exit(1)
+
+
+def _wait_for_threads() -> None:
+    """What still runs is part of the work: a checkpoint that is being written, for one."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def _end_with_launcher() -> None:

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from onecopy import launcher
 from onecopy.errors import ConfigError, LaunchError, OneCopyError
 from onecopy.launcher import in_launched_process, launch
 
@@ -48,6 +51,14 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def leave_a_thread(file: str) -> None:
+    def work() -> None:
+        time.sleep(0.5)
+        Path(file).touch()
+
+    threading.Thread(target=work).start()
+
+
 def a_tensor() -> torch.Tensor:
     return torch.full((300,), float(os.environ["RANK"]))
 
@@ -75,6 +86,16 @@ def test_the_rank_that_failed_first_is_named(how: str, words: str, shows_traceba
     with pytest.raises(LaunchError, match=words) as caught:
         launch(fail, 2, how)
     assert ("Traceback" in str(caught.value)) == shows_traceback
+
+
+def test_threads_that_still_work_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint may take longer to write than a process is given to exit."""
+    end = launcher._end
+    monkeypatch.setattr(launcher, "_end", lambda ranks, seconds: end(ranks, seconds=0.0))
+    launch(leave_a_thread, 1, str(tmp_path / "written"))
+    assert (tmp_path / "written").exists()
 
 
 def test_bad_calls_give_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,9 +260,7 @@ def _copied(named: Named, job: Job) -> Job:
         copies.extend(_copy_ranges(job.states.ranges, owner.host_buffer))
 
     together(named.group, copy)
-    # The working directory may be another one by the time that the folder is made.
-    states = replace(job.states, ranges=copies, objects={})
-    return replace(job, root=job.root.absolute(), states=states)
+    return replace(job, states=replace(job.states, ranges=copies, objects={}))
 
 
 def _copy_ranges(ranges: Sequence[Range], buffer: HostBuffer) -> list[Range]:
