@@ -45,6 +45,8 @@ class OptimizerStates:
         # By number of the piece, by name: a tensor, or the key of an object.
         self._states: list[dict[str, Any]] = []
         self._objects: list[tuple[dict[str, Any], str, str]] = []
+        # What belongs to whole parameters, of which this rank owns pieces.
+        self._of_whole: list[tuple[str, TensorStorageMetadata]] = []
         self._saved_groups: dict[str, dict[str, Any]] = {}
         self._chosen: list[dict[str, Any]] = []
         self._load_settings(names)
@@ -87,10 +89,12 @@ class OptimizerStates:
                     continue
                 self._read(state, name, key, names)
                 if is_tensor and unit.place_of(index).numel < parameter.numel():
-                    self._refuse_whole(key, stored)
+                    self._of_whole.append((key, stored))
 
-    def _refuse_whole(self, key: str, stored: TensorStorageMetadata) -> None:
-        if stored.size.numel() > 1:
+    def _refuse_whole(self) -> None:
+        for key, stored in self._of_whole:
+            if stored.size.numel() == 1:
+                continue
             raise CheckpointError(
                 f"{key} in {self._where} has shape {tuple(stored.size)}, not that of its "
                 "parameter: it belongs to the whole parameter, of which this rank owns a piece. "
@@ -126,6 +130,7 @@ class OptimizerStates:
         for number, parameters in enumerate(self._binding.parameters):
             self._chosen.append(self._group_of(number, parameters, first))
             first += len(parameters)
+        self._refuse_whole()
 
     def finish(self) -> None:
         """All is read: give it to the optimizer."""
