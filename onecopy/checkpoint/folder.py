@@ -43,7 +43,7 @@ __all__ = [
 
 LATEST = "latest"
 # Longer names are in no `latest` that onecopy or DeepSpeed has written.
-LATEST_BYTES = 256
+LATEST_BYTES = 255
 _STEP = re.compile(r"step-([0-9]{8,})")
 _NEW, _OLD = ".new", ".old"
 
@@ -106,10 +106,11 @@ def candidates(path: Path) -> list[Path]:
     Raises:
         CheckpointError: the root or its `latest` cannot be read.
     """
-    if _is_checkpoint(path):
-        return [path]
-    if not path.is_dir():
-        return [_aside(path) if _is_complete(_aside(path)) else path]
+    with naming("read", path):
+        if _is_checkpoint(path):
+            return [path]
+        if not path.is_dir():
+            return [_aside(path) if _is_complete(_aside(path)) else path]
     steps = steps_in(path)[::-1]
     named = _read_latest(path)
     if named is None:
@@ -135,7 +136,8 @@ def _read_latest(root: Path) -> str | None:
     with naming("read", path), path.open("rb") as file:
         name = file.read(LATEST_BYTES).decode(errors="replace").strip()
     # A name, and no path that leads elsewhere.
-    return name if name != ".." and Path(name).name == name and "\0" not in name else None
+    is_name = name not in ("", "..") and Path(name).name == name and "\0" not in name
+    return name if is_name else None
 
 
 # Writing, on one rank --------------------------------------------------------------------------

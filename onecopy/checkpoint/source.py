@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from onecopy.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
-from onecopy.checkpoint.disk import REMEDIES, read_file
+from onecopy.checkpoint.disk import REMEDIES, naming, read_file
 from onecopy.checkpoint.files import METADATA, Reader
 from onecopy.checkpoint.folder import LATEST, find_step
 from onecopy.checkpoint.manifest import MANIFEST, Manifest
@@ -78,7 +78,12 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    folder = find_step(Path(path).expanduser())
+    given = Path(path).expanduser()
+    with naming("read", given):
+        return _open(find_step(given))
+
+
+def _open(folder: Path) -> Source:
     manifest_path = folder / MANIFEST
     if manifest_path.is_file():
         manifest = Manifest.from_bytes(manifest_path, read_file(manifest_path))
