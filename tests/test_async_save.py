@@ -605,7 +605,8 @@ def late(job, group):
     return write(job, group)
 
 Job.write = late
-dist.init_process_group("gloo")
+if how != "alone":
+    dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -615,18 +616,19 @@ optimizer.step()
 onecopy.async_save(root, model, optimizer)
 if how == "raises":
     raise SystemExit("the loop has failed")
-if how != "keeps":
+if how not in ("keeps", "alone"):
     dist.destroy_process_group()
 print("the script has ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "keeps", "raises", "fails"])
+@pytest.mark.parametrize("how", ["ends", "keeps", "raises", "fails", "alone"])
 def test_the_end_of_the_program(tmp_path: Path, how: str) -> None:
     """It waits for the last checkpoint, with and without its process group; an error is printed."""
     script, root = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if how != "alone" else []
+    command = [sys.executable, *launcher, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(
         [*command, how, str(root)],

@@ -256,7 +256,8 @@ def _copied(named: Named, job: Job) -> Job:
         if owner.host_buffer is None or owner.host_buffer.num_bytes < num_bytes:
             # First give back, then take.
             owner.host_buffer = None
-            owner.host_buffer = HostBuffer(num_bytes, pinned=torch.accelerator.is_available())
+            devices = {u.flat.device.type for m in named.models.values() for u in m.engine.units}
+            owner.host_buffer = HostBuffer(num_bytes, pinned=devices != {"cpu"})
         copies.extend(_copy_ranges(job.states.ranges, owner.host_buffer))
 
     together(named.group, copy)
