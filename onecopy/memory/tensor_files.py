@@ -250,13 +250,15 @@ class FileWriter:
     there already is never written to.
 
     Args:
-        tensors: what the file will hold, sorted here by the size of their elements, the largest
-            first: so each begins where its dtype may.
+        tensors: what the file will hold; those with larger elements first, so that each begins
+            where its dtype may.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
         self.path = path
-        self.tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        self.tensors = tensors
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
+        assert sizes == sorted(sizes, reverse=True), "larger elements come first"
         self._waiting = iter(self.tensors)
         self._file = path.open("xb")
         self._file.write(_header(self.tensors))
