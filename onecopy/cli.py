@@ -205,7 +205,8 @@ def _inspect_checkpoint(options: InspectOptions) -> None:
 
     from rich.console import Console
 
-    from onecopy.checkpoint.inspect import inspect, print_inspection
+    from onecopy.checkpoint.inspect import inspect
+    from onecopy.checkpoint.tables import print_inspection
 
     found = inspect(options.folder)
     if options.json:
@@ -218,6 +219,7 @@ def _export_checkpoint(options: ExportOptions) -> None:
     from rich.console import Console
 
     from onecopy.checkpoint.export import export
+    from onecopy.checkpoint.tables import print_line
     from onecopy.options import bytes_of
     from onecopy.report.progress import ProgressLine, Transfer, size
 
@@ -237,18 +239,15 @@ def _export_checkpoint(options: ExportOptions) -> None:
             progress=show,
         )
     for name in done.left_out:
-        console.print(f"left out, as it is no tensor: {name}", soft_wrap=True, highlight=False)
-    console.print(
-        f"{options.output}: {size(done.num_bytes)} in {len(done.files)} files",
-        soft_wrap=True,
-        highlight=False,
-    )
+        print_line(console, f"left out, as it is no tensor: {name}")
+    print_line(console, f"{options.output}: {size(done.num_bytes)} in {len(done.files)} files")
 
 
 def _verify_checkpoint(options: VerifyOptions) -> None:
     from rich.console import Console
 
-    from onecopy.checkpoint.verify import print_verification, verify
+    from onecopy.checkpoint.tables import print_verification
+    from onecopy.checkpoint.verify import verify
     from onecopy.errors import CheckpointError
     from onecopy.report.progress import ProgressLine, Transfer
 

@@ -473,7 +473,7 @@ def test_export(case: str, tmp_path: Path) -> None:
     onecopy.export(FOLDER / case, tmp_path)
     expected = read_all(FOLDER / case)
     found = load_file(tmp_path / "model.safetensors")
-    assert set(found) == set(Tiny().state_dict())
+    assert set(found) == set(Tiny().state_dict()) - {"head.weight"}  # tied: once
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
 

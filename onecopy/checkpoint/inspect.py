@@ -6,12 +6,10 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from onecopy.checkpoint.contents import Contents, contents_of
@@ -26,16 +24,13 @@ from onecopy.checkpoint.source import Source, open_source
 from onecopy.checkpoint.states import GROUPS, STATE
 from onecopy.checkpoint.unpickle import load_object
 from onecopy.errors import CheckpointError
-from onecopy.report.progress import count, size
-from onecopy.report.tables import new_table, print_table
 
-__all__ = ["Inspection", "Step", "health_of", "inspect", "print_inspection"]
+__all__ = ["Inspection", "Step", "Tensors", "health_of", "inspect"]
 
 COMPLETE = "complete"
 UNFINISHED = "unfinished"
 UNKNOWN = "not known: another program has saved it"
 BEGUN = "being written, or its run has ended"
-SHOWN_FILES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,95 +313,3 @@ def _step(folder: Path, health: str, is_latest: bool) -> Step:
         health=health.replace(UNKNOWN, f"damaged: {MANIFEST} is missing"),
         is_latest=is_latest,
     )
-
-
-# Printing -------------------------------------------------------------------------------------
-
-
-def print_inspection(console: Console, found: Inspection) -> None:
-    """Print what was found, as tables."""
-    facts = {
-        "step": found.step,
-        "saved": _when(found.time),
-        "by": found.writer,
-        "ranks": found.world_size,
-        "state": found.health,
-        "others": ", ".join(found.others),
-        "tied": ", ".join(f"{alias} = {name}" for alias, name in found.tied.items()),
-    }
-    for note in found.notes:
-        facts[f"note {len(facts)}"] = note
-    console.print(found.path, style="bold", soft_wrap=True, highlight=False)
-    for name, value in facts.items():
-        if value not in (None, ""):
-            console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
-    console.print()
-    for model in found.models:
-        _print_tensors(console, f"Model {model.name}".strip(), model.tensors, model.settings)
-    for optimizer in found.optimizers:
-        heading = f"Optimizer {optimizer.name}".strip()
-        _print_tensors(console, heading, optimizer.tensors, optimizer.settings)
-        _print_groups(console, optimizer.groups)
-    _print_files(console, found.files)
-    if found.steps:
-        _print_steps(console, found.steps)
-
-
-def _print_files(console: Console, files: dict[str, int | None]) -> None:
-    """All of them, or the largest and those that are missing."""
-    names = sorted(files, key=lambda name: (files[name] is not None, -(files[name] or 0)))
-    missing = sum(num_bytes is None for num_bytes in files.values())
-    shown = names[: max(missing, SHOWN_FILES)]
-    table = new_table("file", "size")
-    for name in files:
-        if name in shown:
-            num_bytes = files[name]
-            table.add_row(name, "missing" if num_bytes is None else size(num_bytes))
-    total = size(sum(num_bytes or 0 for num_bytes in files.values()))
-    rest = f"and {len(files) - len(shown)} smaller ones" if len(shown) < len(files) else ""
-    print_table(console, f"Files: {len(files)}, {total}", table, rest)
-
-
-def _when(time: float | None) -> str:
-    if time is None:
-        return ""
-    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-
-
-def _print_tensors(
-    console: Console, heading: str, tensors: Tensors, settings: dict[str, Any]
-) -> None:
-    table = new_table("dtype", "elements")
-    for dtype, numel in tensors.dtypes.items():
-        table.add_row(dtype, f"{numel:,}")
-    said = "  ".join(f"{name} {_shown(value)}" for name, value in settings.items())
-    summary = (
-        f"{heading}: {tensors.num_tensors} tensors, {count(tensors.num_elements)} elements, "
-        f"{size(tensors.num_bytes)}"
-    )
-    print_table(console, summary, table, said)
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _print_groups(console: Console, groups: list[dict[str, Any]]) -> None:
-    if not groups:
-        return
-    settings = list(dict.fromkeys(name for group in groups for name in group))
-    table = new_table("parameter group", *(str(number) for number in range(len(groups))))
-    for name in settings:
-        table.add_row(name, *(_shown(group.get(name, "")) for group in groups))
-    print_table(console, "Parameter groups", table)
-
-
-def _print_steps(console: Console, steps: list[Step]) -> None:
-    table = new_table("checkpoint", "size", "saved", "state")
-    for column in table.columns[2:]:
-        column.justify = "left"
-    table.columns[3].no_wrap = False
-    for one in steps:
-        mark = " (latest)" if one.is_latest else ""
-        table.add_row(one.folder + mark, size(one.num_bytes), _when(one.time), one.health)
-    print_table(console, "Checkpoints of this run", table)

@@ -93,8 +93,9 @@ def open_model(source: str | os.PathLike[str] | nn.Module, name: str | None = No
 def _stored_model(source: Source, name: str | None) -> Model:
     chosen, keys = _choose(source, name)
     manifest = source.manifest
-    settings = manifest.models[chosen] if manifest else {}
-    not_exported = set(settings.get(NOT_EXPORTED, ()))
+    # Others than onecopy have not asked the model under which names it will look.
+    names = manifest.models[chosen].get(NOT_EXPORTED, ()) if manifest else source.aliases
+    not_exported = set(names)
     values, left_out = [], []
     for plain, key in keys.items():
         entry = source.metadata.state_dict_metadata[key]

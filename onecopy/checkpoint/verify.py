@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -29,12 +28,10 @@ from onecopy.checkpoint.disk import open_file
 from onecopy.checkpoint.files import Reader
 from onecopy.checkpoint.folder import LATEST, find_step, steps_in
 from onecopy.checkpoint.manifest import MANIFEST, Manifest, checksum
-from onecopy.checkpoint.source import Source, open_source
-from onecopy.checkpoint.values import read_tensor
+from onecopy.checkpoint.source import open_source
 from onecopy.errors import CheckpointError
-from onecopy.report.progress import size
 
-__all__ = ["Problem", "Verification", "print_verification", "verify"]
+__all__ = ["Problem", "Verification", "verify"]
 
 BLOCK_BYTES = 1 << 20
 Progress = Callable[[int, int, str], None]
@@ -120,8 +117,6 @@ def _verify(path: Path, progress: Progress) -> Verification:
             return found
     if isinstance(source.reader, DeepSpeedReader):
         _compare_files(source.reader, found, progress)
-    elif not isinstance(source.reader, Reader):
-        _read_everything(source, found, progress)
     elif source.manifest is not None:
         _compare_checksums(source.path, source.manifest, names, found, progress)
     else:
@@ -339,40 +334,3 @@ def _compare_files(reader: DeepSpeedReader, found: Verification, progress: Progr
         if fault:
             found.add(path.name, "", fault)
     progress(found.num_bytes, found.num_bytes, "")
-
-
-def _read_everything(source: Source, found: Verification, progress: Progress) -> None:
-    """A format of which only its reader knows the files: can everything be read?"""
-    found.checked = "that every tensor can be read; this format has no checksums"
-    entries = {
-        key: entry
-        for key, entry in source.metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    sizes = {
-        key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries.items()
-    }
-    for key, num_bytes in sizes.items():
-        progress(found.num_bytes, sum(sizes.values()), key)
-        found.num_items += 1
-        found.num_bytes += num_bytes
-        try:
-            read_tensor(source, key)
-        except CheckpointError as error:
-            found.add("", key, str(error))
-
-
-def print_verification(console: Console, found: Verification) -> None:
-    """Print what was checked and what is wrong."""
-    count = len(found.problems)
-    state = f"{count} problem{'s' if count > 1 else ''}" if count else "no damage"
-    console.print(
-        f"{found.path}: {state}, {found.num_items} items, {size(found.num_bytes)}",
-        style="bold",
-        soft_wrap=True,
-        highlight=False,
-    )
-    if found.checked:
-        console.print(f"checked: {found.checked}", soft_wrap=True, highlight=False)
-    for problem in found.problems:
-        console.print(str(problem), soft_wrap=True, highlight=False, markup=False)
