@@ -117,6 +117,7 @@ MODES = {
     "keep_gathered": Mode(settings={"keep_gathered": ("tokens", "blocks.1")}, backwards=2),
     "lion": Mode("tied", one(Lion)),
     "fused": Mode(make=one(torch.optim.AdamW, lr=1e-2, fused=True)),
+    "tensor_lr": Mode(make=one(torch.optim.AdamW, lr=torch.tensor(1e-2), foreach=False)),
     "frozen": Mode("frozen"),
     "adapted": Mode(make=trained_only, wrap=adapted, settings={"precision": "bf16"}),
     "compiled": Mode(wrap=partial(torch.compile, backend="aot_eager")),

@@ -128,7 +128,13 @@ class Collectives:
         """Give every rank the first rank's values, in place (at `shard` only)."""
         group = self.groups.world
         if group.size > 1 and tensor.numel():
-            dist.broadcast(tensor, src=group.ranks[0], group=group.process_group)
+            # Gloo knows neither strides (it sends what lies behind the first element) nor all
+            # dtypes.
+            whole = tensor.contiguous()
+            data = whole.view(-1).view(torch.uint8)
+            dist.broadcast(data, src=group.ranks[0], group=group.process_group)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
     def sum_of(
         self, values: torch.Tensor, *, maximum: bool = False, what: str = "a norm"
