@@ -1,0 +1,37 @@
+"""Benchmarks run from end to end, small; what they measure is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_PARAMETERS = 928_512  # of the smallest model with 32 tokens
+
+
+@pytest.mark.slow
+def test_checkpoints(tmp_path: Path) -> None:
+    """Everybody goes on from what was loaded as from what was saved; nothing stays behind."""
+    names = ["disk", "disk-early", "ddp", "fsdp2", "onecopy-3"]
+    record = tmp_path / "record.json"
+    sizes = ["--size", "1m", "--context", "32", "--rounds", "1"]
+    options = ["--directory", str(tmp_path), "--json", str(record), "--contenders", *names]
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoints", *sizes, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
+    assert list(rows) == names
+    states = 3 * 4 * NUM_PARAMETERS / 2**20  # MiB of parameters and moments
+    assert all(row["written"] >= states for row in rows.values())
+    assert {"save_of_disk", "stall_per_fsdp2", "load_per_ddp"} <= rows["onecopy-3"].keys()
+    assert list(tmp_path.iterdir()) == [record]
