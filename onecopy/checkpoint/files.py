@@ -314,11 +314,12 @@ class Reader(StorageReader):
         chunks = entry.chunks if index.index is None else [entry.chunks[index.index]]
         chunk = next((one for one in chunks if one.offsets == index.offset), None)
         said = f"{entry.properties.dtype} {list(chunk.sizes)}" if chunk else "something"
-        is_plain = (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        )
-        found = f"{tensor.dtype} {list(tensor.shape)}" if is_plain else type(tensor).__name__
-        if found != said or tensor.is_meta:
+        found = type(tensor).__name__
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            kind = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+            kind += "" if tensor.device.type == "cpu" else f", {tensor.device}"
+            found = f"{tensor.dtype} {list(tensor.shape)}{kind}"
+        if found != said:
             raise CheckpointError(
                 f"{what} is {found}, where {METADATA} says {said}: the checkpoint is damaged. "
                 f"{REMEDIES['read']}"
