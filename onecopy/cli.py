@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from onecopy.errors import ConfigError, OneCopyError
 from onecopy.training.options import TrainOptions
 
 if TYPE_CHECKING:
-    from onecopy.checkpoint.export import Progress as ExportProgress
+    from onecopy.report.progress import ProgressLine
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,22 +222,17 @@ def _export_checkpoint(options: ExportOptions) -> None:
     from onecopy.checkpoint.export import export
     from onecopy.checkpoint.tables import print_line
     from onecopy.options import bytes_of
-    from onecopy.report.progress import ProgressLine, Transfer, size
+    from onecopy.report.progress import ProgressLine, size
 
     console = Console()
     with ProgressLine(console) as line:
-        transfer = Transfer.begin("written")
-
-        def show(progress: ExportProgress) -> None:
-            line.show(transfer.at(progress.num_bytes, progress.total_bytes, progress.name))
-
         done = export(
             options.folder,
             options.output,
             dtype=options.dtype,
             max_shard_bytes=bytes_of(options.max_shard_size),
             model=options.model,
-            progress=show,
+            progress=_shown_on(line, "written"),
         )
     for name in done.left_out:
         print_line(console, f"left out, as it is no tensor: {name}")
@@ -249,21 +245,36 @@ def _verify_checkpoint(options: VerifyOptions) -> None:
     from onecopy.checkpoint.tables import print_verification
     from onecopy.checkpoint.verify import verify
     from onecopy.errors import CheckpointError
-    from onecopy.report.progress import ProgressLine, Transfer
+    from onecopy.report.progress import ProgressLine
 
     console = Console()
     with ProgressLine(console) as line:
-        transfer = Transfer.begin("read")
-        found = verify(
-            options.folder,
-            every=options.all,
-            progress=lambda done, total, name: line.show(transfer.at(done, total, name)),
-        )
+        found = verify(options.folder, every=options.all, progress=_shown_on(line, "read"))
     for one in found:
         print_verification(console, one)
     damaged = [one.path.name for one in found if one.problems]
     if damaged:
         raise CheckpointError(f"{options.folder} is damaged ({', '.join(damaged)}), see above")
+
+
+def _shown_on(line: ProgressLine, verb: str) -> Callable[[int, int, str], None]:
+    """Shows the bytes that are done, those in all, and what is being done."""
+    from onecopy.report.progress import Transfer
+
+    begin = time.monotonic()
+
+    def show(num_bytes: int, total_bytes: int, name: str) -> None:
+        line.show(
+            Transfer(
+                verb=verb,
+                num_bytes=num_bytes,
+                total_bytes=total_bytes,
+                name=name,
+                seconds=time.monotonic() - begin,
+            )
+        )
+
+    return show
 
 
 COMMANDS = (

@@ -16,13 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 import onecopy
 from onecopy import cli
-from onecopy.checkpoint.inspect import inspect
+from onecopy.checkpoint.inspect import Inspection, OptimizerInfo, Tensors, inspect
+from onecopy.checkpoint.tables import print_inspection
 from onecopy.checkpoint.verify import verify
 from onecopy.errors import CheckpointError, ConfigError
 from onecopy.options import bytes_of
@@ -214,6 +216,43 @@ def test_inspect_other_folders(foreign: Path, capsys: Capture) -> None:
         assert words in text, words
     assert command("inspect", foreign.parent) == 1
     assert "is no checkpoint" in capsys.readouterr().err
+
+
+def test_long_lists_are_cut_short(capsys: Capture) -> None:
+    """Of a thousand ranks; what is missing is always shown."""
+    tensors = Tensors(num_tensors=3, num_elements=6, num_bytes=24, dtypes={"float32": 6})
+    groups = [{"params": 1, "lr": 0.5 + number} for number in range(10)]
+    optimizer = OptimizerInfo(name="a", tensors=tensors, settings={}, groups=groups)
+    found = Inspection(
+        path="somewhere/[red]",
+        writer="onecopy",
+        step=3,
+        time=None,
+        world_size=1000,
+        health="complete",
+        models=[],
+        optimizers=[optimizer],
+        tied={},
+        others=[f"onecopy.rng.{rank}" for rank in range(1000)],
+        files={f"__{rank}_0.distcp": None if rank == 77 else rank for rank in range(1000)},
+        steps=[],
+        notes=["something"],
+    )
+    print_inspection(Console(width=120), found)
+    text = capsys.readouterr().out
+    for words in (
+        "somewhere/[red]",
+        "onecopy.rng.5 and 994 more",
+        "Files: 1000, 499.4 kB",
+        "and 984 smaller ones",
+        "__999_0.distcp",
+        "Parameter groups: 10",
+        "and 4 more",
+        "note: something",
+    ):
+        assert words in text, words
+    assert re.search(r"__77_0.distcp +missing", text)
+    assert "5.5" in text and "6.5" not in text and "__500_0" not in text
 
 
 # Export ---------------------------------------------------------------------------------------

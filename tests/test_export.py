@@ -407,7 +407,7 @@ def test_files_end_before_they_become_too_large(tmp_path: Path) -> None:
         model,
         tmp_path,
         max_shard_bytes=2 * 4 * 64,
-        progress=lambda one: seen.append((one.num_bytes, one.total_bytes, one.name)),
+        progress=lambda *one: seen.append(one),
     )
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     places = [index["weight_map"][f"{number}.weight"] for number in range(6)]
@@ -459,7 +459,7 @@ def test_other_weights_are_not_mixed_in(tmp_path: Path) -> None:
 def test_two_at_once(tmp_path: Path) -> None:
     """The second one finds the first one's file, and leaves it alone."""
 
-    def again(_: object) -> None:
+    def again(*_: object) -> None:
         with pytest.raises(CheckpointError, match="Call export in one process only"):
             onecopy.export(nn.Linear(3, 3), tmp_path)
 
@@ -507,6 +507,28 @@ def test_a_sharded_part_is_named(pool: Pool, tmp_path: Path) -> None:
     for message in pool.run(2, export_around_a_sharded_part, tmp_path / "out"):
         assert message.startswith("module 0 of this Sequential is sharded: export that module")
     assert not (tmp_path / "out").exists()
+
+
+def test_files_get_names_in_an_order_that_is_never_half_a_model(tmp_path: Path) -> None:
+    """All are written under other names before; the index, by which several are found, is last."""
+    model: Any = build("gpt2")
+    names: list[str] = []
+    rename = Path.rename
+
+    def note(self: Path, target: Path) -> Path:
+        assert self.name == f"{target.name}.partial"
+        assert len(list(tmp_path.glob("*.safetensors*"))) >= 3
+        names.append(target.name)
+        return rename(self, target)
+
+    with mock.patch.object(Path, "rename", note):
+        onecopy.export(model, tmp_path, max_shard_bytes=16_000)
+    assert names == [
+        "config.json",
+        "generation_config.json",
+        *(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
 
 
 # Failures -------------------------------------------------------------------------------------
@@ -558,7 +580,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, moment: str) -> No
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     real, calls = getattr(Path, "rename"), []  # noqa: B009 - the attribute is patched below
 
-    def stop(one: object) -> None:
+    def stop(*_: object) -> None:
         if moment == "write":
             raise KeyboardInterrupt
 

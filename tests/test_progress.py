@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from onecopy.report.progress import ProgressLine, Status, count, duration
+from onecopy.report.progress import ProgressLine, Status, Transfer, count, duration, size
 
 
 def status(step: int) -> Status:
@@ -53,3 +53,23 @@ def test_numbers_for_reading() -> None:
     assert [count(n) for n in (7, 940, 1234, 2_400_000)] == ["7", "940", "1.2k", "2.4M"]
     times = (-1, 42.4, 185, 7620)
     assert [duration(t) for t in times] == ["0 s", "42 s", "3 min 05 s", "2 h 07 min"]
+    sizes = (0, 999, 1234, 35_100_000, 2.4e9, 7e12)
+    assert [size(n) for n in sizes] == ["0 B", "999 B", "1.2 kB", "35.1 MB", "2.4 GB", "7.0 TB"]
+
+
+def test_transfers() -> None:
+    """Bytes, their rate, and what they are of; nothing is divided by nothing."""
+    begun = Transfer(verb="read", num_bytes=0, total_bytes=0, name="", seconds=0.0)
+    assert (begun.fraction, begun.parts) == (1.0, ["0 B of 0 B read"])
+    later = Transfer(verb="read", num_bytes=3000, total_bytes=4000, name="a.weight", seconds=2.0)
+    assert (later.fraction, later.parts) == (
+        0.75,
+        ["3.0 kB of 4.0 kB read", "1.5 kB/s", "a.weight"],
+    )
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with ProgressLine(console) as line:
+        line.show(later)
+    assert isinstance(console.file, io.StringIO), "made above"
+    assert (
+        "3.0 kB of 4.0 kB read  [############....]  1.5 kB/s  a.weight" in console.file.getvalue()
+    )

@@ -32,7 +32,7 @@ from onecopy.memory.tensor_files import FileWriter, TensorSpec
 if TYPE_CHECKING:
     from onecopy.comm.groups import Group
 
-__all__ = ["Exported", "Progress", "export"]
+__all__ = ["Exported", "export"]
 
 INDEX = "model.safetensors.index.json"
 PARTIAL = ".partial"
@@ -40,14 +40,7 @@ PARTIAL = ".partial"
 CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 3
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far an export has come: bytes written, bytes in all, and what is being written."""
-
-    num_bytes: int
-    total_bytes: int
-    name: str
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ def export(
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     model: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Progress | None = None,
 ) -> Exported:
     """Write a whole model as safetensors files, as Hugging Face's `save_pretrained` does.
 
@@ -92,7 +85,8 @@ def export(
             mixed precision. Integers and float8 stay as they are.
         max_shard_bytes: a file ends before it would become larger. A tensor is never divided.
         model: which one, where a checkpoint holds several.
-        progress: told after each tensor, where the files are written.
+        progress: told the bytes written, the bytes in all and the name after each tensor, where
+            the files are written.
 
     Raises:
         CheckpointError: the checkpoint is damaged or has no such model; the directory holds other
@@ -231,7 +225,7 @@ class _Output:
         self,
         directory: Path,
         world: Group | None,
-        progress: Callable[[Progress], None] | None,
+        progress: Progress | None,
         total_bytes: int,
     ) -> None:
         self.published: list[Path] = []
@@ -317,7 +311,7 @@ class _Output:
         tensor = self._written[-1].write(value)
         self._num_bytes += tensor.num_bytes
         if self._progress is not None:
-            self._progress(Progress(self._num_bytes, self._total_bytes, tensor.name))
+            self._progress(self._num_bytes, self._total_bytes, tensor.name)
 
     def finish(self) -> None:
         """The file is complete."""

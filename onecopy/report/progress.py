@@ -60,24 +60,15 @@ class Status:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Bytes that are read or written. `since` is what time.monotonic() said at the beginning."""
+    """Bytes that are read or written, as `verb` says; `seconds` since the first of them."""
 
     verb: str
-    since: float
-    num_bytes: int = 0
-    total_bytes: int = 0
-    name: str = ""
-
-    @classmethod
-    def begin(cls, verb: str) -> Transfer:
-        """From now on; `verb` says what is done with the bytes."""
-        return cls(verb, time.monotonic())
-
-    def at(self, num_bytes: int, total_bytes: int, name: str) -> Transfer:
-        """The same, further on; `name` is what is being transferred."""
-        return Transfer(self.verb, self.since, num_bytes, total_bytes, name)
+    num_bytes: int
+    total_bytes: int
+    name: str  # of what comes next, or was the last
+    seconds: float
 
     @property
     def fraction(self) -> float:
@@ -87,11 +78,10 @@ class Transfer:
     @property
     def parts(self) -> list[str]:
         """See Shown."""
-        seconds = max(time.monotonic() - self.since, 1e-3)
+        rate = f"{size(self.num_bytes / self.seconds)}/s" if self.seconds > 0 else ""
         return [
             f"{size(self.num_bytes)} of {size(self.total_bytes)} {self.verb}",
-            f"{size(self.num_bytes / seconds)}/s",
-            self.name,
+            *filter(None, (rate, self.name)),
         ]
 
 
