@@ -49,15 +49,21 @@ def first_decides(group: Group, value: T, decide: Callable[[list[T]], R]) -> R:
 def number_of_model(world: Group) -> tuple[int, str]:
     """How many models these ranks have sharded before, and a name for this one.
 
-    Ranks shard their models in the same order, so the number is the same on all of them. It lives
-    in the process group's store, as long as the group does.
+    Ranks shard their models in the same order, so each counts the same. The count lives in the
+    process group's store, as long as the group does, and under torchrun, which may keep its store
+    for the processes that it starts after a failure, longer: then each rank finds its own count of
+    the run before, and the highest is the first that nobody has used.
     """
     if world.process_group is None:
         return 0, "0"
     ranks = hashlib.sha256(repr(world.ranks).encode()).hexdigest()[:12]
     store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"onecopy/models/{ranks}/{world.ranks[world.rank]}", 1) - 1
-    return number, f"{ranks}/{number}"
+    own = f"onecopy/models/{ranks}/{world.ranks[world.rank]}"
+    count = store.add(own, 1)
+    highest = max(gather_objects(world, count))
+    if count < highest:
+        store.add(own, highest - count)
+    return highest - 1, f"{ranks}/{highest - 1}"
 
 
 def check_equal(world: Group, model: nn.Module, config: Config, units: list[str]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "check_backend",
     "has_native_collectives",
     "host_group",
+    "join_launched",
     "make_groups",
     "world_group",
 ]
@@ -55,6 +56,29 @@ class Groups:
     world: Group
 
 
+def join_launched(backend: str | None = None, device: torch.device | None = None) -> None:
+    """init_process_group() from the environment that a launcher has set.
+
+    torchrun keeps its store when it starts the processes again, and with it the addresses of those
+    that have died: a rank that reads one before it is written anew cannot connect, and the restart
+    is spent (github.com/pytorch/pytorch/issues/135712). On one machine all ranks know how many
+    restarts there were, so each gets a part of the store for itself. On several machines that
+    number may differ; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps there, given to torchrun.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend, device_id=device)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"restart-{restarts}", store),
+        rank=rank,
+        world_size=world_size,
+        device_id=device,
+    )
+
+
 def world_group(mesh: DeviceMesh | None = None) -> Group:
     """The data-parallel ranks: those of `mesh`, else all.
 
@@ -66,7 +90,7 @@ def world_group(mesh: DeviceMesh | None = None) -> Group:
     """
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group()
+            join_launched()
         else:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if mesh is None:
