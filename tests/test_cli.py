@@ -95,6 +95,8 @@ def test_unknown_words_give_advice(
         ("--warmup 2", "between 0 and 1"),
         ("--nproc 0", "--nproc is 0"),
         ("--data no/such/file", "There is no file no"),
+        ("--save-every 0", "--save-every is 0: give 1 or more"),
+        ("--keep 0", "--keep is 0: give 1 or more"),
         ("--events no/such/folder/events.jsonl", "make the folder first"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from onecopy.errors import ConfigError
 from onecopy.training import data
@@ -62,49 +63,79 @@ def test_bad_files_give_advice(tmp_path: Path) -> None:
 
 
 def test_ranks_together_see_the_batch_of_one_process() -> None:
-    whole = data.batches(TEXT, shard(0, 1, batch=6), seed=1)
-    parts = [data.batches(TEXT, shard(rank, 2), seed=1) for rank in range(2)]
+    whole = data.Batches(TEXT, shard(0, 1, batch=6), seed=1)
+    parts = [data.Batches(TEXT, shard(rank, 2), seed=1) for rank in range(2)]
     for _ in range(3):
-        tokens, targets = next(whole)
-        seen = [next(part) for part in parts]
+        ((tokens, targets),) = next(whole)
+        seen = [next(part)[0] for part in parts]
         assert torch.equal(tokens, torch.cat([part[0] for part in seen]))
         assert torch.equal(targets, torch.cat([part[1] for part in seen]))
         assert not torch.equal(seen[0][0], seen[1][0])
 
 
+def steps(splits: list[tuple[int, int, int]], num: int) -> list[Tensor]:
+    """Sequences of each step, sorted; after each step all ranks go on as the next split says."""
+    sequences = []
+    place = data.Batches(TEXT, shard(0, 1), seed=1).state_dict()
+    for number in range(num):
+        world_size, batch, accumulate = splits[number % len(splits)]
+        ranks = [
+            data.Batches(TEXT, shard(rank, world_size, batch), 1, accumulate)
+            for rank in range(world_size)
+        ]
+        for one in ranks:
+            one.load_state_dict(place)
+        drawn = [next(one) for one in ranks]
+        assert all(len(one) == accumulate for one in drawn)
+        sequences.append(torch.cat([tokens for one in drawn for tokens, _ in one]))
+        places = [one.state_dict() for one in ranks]
+        place = places[0]
+        assert all(torch.equal(one["generator"], place["generator"]) for one in places)
+    return [one[one.argsort(dim=0)[:, 0]] for one in sequences]
+
+
+def test_resumed_on_other_ranks_the_steps_have_the_same_sequences() -> None:
+    expected = steps([(1, 12, 1)], 6)
+    assert len({str(one) for one in expected}) == 6
+    for splits in ([(1, 3, 4)], [(2, 6, 1), (3, 4, 1), (1, 6, 2), (2, 3, 2)], [(12, 1, 1)]):
+        for one, other in zip(steps(splits, 6), expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_targets_are_the_next_bytes_and_seeds_matter() -> None:
-    tokens, targets = next(data.batches(TEXT, shard(0, 2), seed=1))
+    ((tokens, targets),) = next(data.Batches(TEXT, shard(0, 2), seed=1))
     assert tokens.shape == targets.shape == (3, 8)
     assert tokens.dtype == torch.int64
     assert torch.equal(targets[:, :-1], tokens[:, 1:])
-    assert not torch.equal(tokens, next(data.batches(TEXT, shard(0, 2), seed=2))[0])
+    assert not torch.equal(tokens, next(data.Batches(TEXT, shard(0, 2), seed=2))[0][0])
 
 
 def test_every_start_can_be_drawn() -> None:
     text = torch.arange(10, dtype=torch.uint8)
-    drawn = itertools.islice(data.batches(text, shard(0, 1), seed=0), 50)
-    firsts = {int(first) for tokens, _ in drawn for first in tokens[:, 0]}
+    drawn = itertools.islice(data.Batches(text, shard(0, 1), seed=0), 50)
+    firsts = {int(first) for ((tokens, _),) in drawn for first in tokens[:, 0]}
     assert firsts == {0, 1}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 200])
 def test_held_out_batches_are_alike_on_all_ranks(world_size: int) -> None:
+    """As many and of the same sizes; what is counted is each of the 124 sequences once."""
     of_ranks = [data.held_out_batches(TEXT, shard(rank, world_size)) for rank in range(world_size)]
     shapes = [[tokens.shape for tokens, _ in batches] for batches in of_ranks]
     assert all(shape == shapes[0] for shape in shapes)
-    assert len(shapes[0]) >= 1
-    starts = [
+    counted = [
         tuple(sequence.tolist())
         for batches in of_ranks
         for tokens, targets in batches
         for sequence in torch.cat([tokens[:, :1], targets], dim=1)
+        if not (sequence == data.IGNORED).any()
     ]
-    # No sequence twice, as long as there are enough for all ranks.
-    assert len(set(starts)) == min(len(starts), 124)
+    assert len(counted) == len(set(counted)) == 124
+    assert sum(len(tokens) for tokens, _ in of_ranks[0]) == math.ceil(124 / world_size)
 
 
 def test_held_out_batches_are_limited_and_spread() -> None:
-    batches = data.held_out_batches(TEXT, shard(0, 1, batch=2), max_batches=2)
+    batches = data.held_out_batches(TEXT, shard(0, 1, batch=2), max_sequences=4)
     assert [tokens[0, 0].item() for tokens, _ in batches] == [0, (62 * 8) % 251]
 
 

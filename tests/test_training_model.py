@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from onecopy.training.data import IGNORED
 from onecopy.training.model import GPT, GPTConfig, generate
 
 CONFIG = GPTConfig(context=16, layers=2, width=32, heads=4)
@@ -27,6 +28,13 @@ def test_loss_is_that_of_the_logits_and_near_uniform_at_first(model: GPT) -> Non
     assert loss.shape == ()
     torch.testing.assert_close(loss, -chosen.mean())
     assert loss.item() == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_targets_that_are_ignored_do_not_count(model: GPT) -> None:
+    tokens, targets = torch.randint(256, (2, 3, 16))
+    expected = model(tokens[:2], targets[:2])
+    targets[2] = IGNORED
+    torch.testing.assert_close(model(tokens, targets), expected)
 
 
 def test_no_position_sees_what_follows_it(model: GPT) -> None:

@@ -17,6 +17,7 @@ first, so that no part of it is ever taken for a checkpoint.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
@@ -32,6 +33,7 @@ __all__ = [
     "candidates",
     "discard",
     "find_step",
+    "latest",
     "path_of",
     "prepare_new",
     "publish",
@@ -127,6 +129,22 @@ def candidates(path: Path) -> list[Path]:
 def find_step(path: Path) -> Path:
     """The checkpoint that is meant by a root or by the folder of a checkpoint."""
     return candidates(path)[0]
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that `onecopy.load(root, ...)` tries first; None where nothing was saved yet.
+
+    So a run knows whether it begins or goes on: `if latest("run"): onecopy.load("run", ...)`. A
+    checkpoint that `root/latest` names and that is gone is no beginning: load will say so.
+
+    Raises:
+        CheckpointError: the root cannot be read.
+    """
+    path = Path(root)
+    if not path.exists():
+        return None
+    found = find_step(path)
+    return None if found == path and path.is_dir() and not _is_checkpoint(path) else found
 
 
 def _read_latest(root: Path) -> str | None:

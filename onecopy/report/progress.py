@@ -170,6 +170,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def plural(number: int, one: str, many: str = "") -> str:
+    """`number` with its word: 1 rank, 2 ranks; `many` where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def duration(seconds: float) -> str:
     """`seconds` for reading: 42 s, 3 min 05 s, 2 h 07 min."""
     whole = max(0, round(seconds))

@@ -2,14 +2,15 @@
 
 This file owns the corpus and the split over ranks. Ranks share one seeded generator and each
 takes its own part of every draw, so N ranks with B sequences see exactly the batch that one
-process with N * B sequences would see: losses stay comparable at any number of ranks.
+process with N * B sequences would see: losses stay comparable at any number of ranks, and a run
+can be resumed on another number.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from onecopy.errors import ConfigError
 
 HELD_OUT_SHARE = 0.05
 UNIFORM_BITS = 8.0  # bits per byte of a model that knows nothing
+IGNORED = -100  # the target that torch's cross entropy leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,36 +113,62 @@ def python_topics() -> bytes:
     return re.sub(r" {2,}", " ", text).encode()
 
 
-def batches(train: Tensor, shard: Shard, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets) of this rank, each (batch, context) int64, random but seeded.
+class Batches:
+    """Endless batches of this rank, random but seeded: for each step a list, a pair per backward.
 
-    `targets` is `tokens` moved on by one byte. All ranks must pass the same `train` and `seed`.
+    A pair is (tokens, targets), each (batch, context) int64; `targets` is `tokens` moved on by one
+    byte. All ranks must give the same `train`, `accumulate` and `seed`. All ranks' sequences of a
+    step are one draw, cut first into backwards and then into ranks: it does not depend on either,
+    as long as the number of sequences in a step is the same.
     """
-    generator = torch.Generator().manual_seed(seed)
-    num_starts = len(train) - shard.context
-    mine = slice(shard.rank * shard.batch, (shard.rank + 1) * shard.batch)
-    drawn = (shard.world_size * shard.batch,)
-    while True:
-        starts = torch.randint(num_starts, drawn, generator=generator)[mine]
-        yield _sequences(train, starts, shard.context)
+
+    def __init__(self, train: Tensor, shard: Shard, seed: int, accumulate: int = 1) -> None:
+        self._train = train
+        self._shard = shard
+        self._drawn = (accumulate, shard.world_size, shard.batch)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> list[tuple[Tensor, Tensor]]:
+        """The next step's."""
+        context = self._shard.context
+        num_starts = len(self._train) - context
+        starts = torch.randint(num_starts, self._drawn, generator=self._generator)
+        return [_sequences(self._train, part[self._shard.rank], context) for part in starts]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The place in the data, equal on all ranks."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from that place."""
+        self._generator.set_state(state["generator"])
 
 
 def held_out_batches(
-    held_out: Tensor, shard: Shard, max_batches: int = 16
+    held_out: Tensor, shard: Shard, max_sequences: int = 512
 ) -> list[tuple[Tensor, Tensor]]:
     """This rank's part of the held-out text as (tokens, targets), each (<= batch, context) int64.
 
-    The sequences do not overlap and are spread evenly over the text. Every rank gets equally
-    many batches of equal sizes, because at stage 3 the ranks must run equally many forwards,
-    and so that the plain mean over ranks is the mean over sequences. If there are fewer
-    sequences than ranks, the ranks share them and the mean is over repeats.
+    The sequences do not overlap, are spread evenly over the text, and are the same at any number
+    of ranks. Every rank gets equally many batches of equal sizes, because at stage 3 the ranks
+    must run equally many forwards: where sequences run out, the first is repeated with targets
+    that are `IGNORED`, which the loss leaves out.
     """
     num_sequences = (len(held_out) - 1) // shard.context
-    per_rank = max(1, min(num_sequences // shard.world_size, max_batches * shard.batch))
-    wanted = per_rank * shard.world_size
+    wanted = min(num_sequences, max_sequences)
     chosen = torch.arange(wanted) * num_sequences // wanted  # (wanted,) sequence numbers
-    starts = chosen[shard.rank :: shard.world_size] * shard.context
-    return [_sequences(held_out, part, shard.context) for part in starts.split(shard.batch)]
+    repeats = torch.zeros(-wanted % shard.world_size, dtype=chosen.dtype)
+    mine = slice(shard.rank, None, shard.world_size)
+    starts = torch.cat([chosen, repeats])[mine] * shard.context
+    counts = (torch.arange(wanted + len(repeats)) < wanted)[mine]
+    batches = []
+    for part, is_counted in zip(starts.split(shard.batch), counts.split(shard.batch), strict=True):
+        tokens, targets = _sequences(held_out, part, shard.context)
+        batches.append((tokens, targets.masked_fill(~is_counted[:, None], IGNORED)))
+    return batches
 
 
 def unigram_bits(corpus: Corpus) -> float:

@@ -108,7 +108,7 @@ class GPT(nn.Module):
         """Logits for each position, or with `targets` the mean loss in nats per byte.
 
         `tokens` and `targets` are (batch, time) int64 with time at most the context; the
-        logits are (batch, time, 256), the loss is a scalar in fp32.
+        logits are (batch, time, 256), the loss is a scalar in fp32. Targets of -100 are left out.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)  # (batch, time, width)

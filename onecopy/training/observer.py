@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from onecopy.comm.values import over_ranks
 from onecopy.events import add_sink
 from onecopy.report import memory
 from onecopy.report.counters import BytesCounter
-from onecopy.report.progress import ProgressLine, Status
+from onecopy.report.progress import ProgressLine, Status, plural
 from onecopy.report.states import StateBytes
 from onecopy.training import data
 from onecopy.training.data import Shard
@@ -31,17 +34,25 @@ KINDS_SENT = ("gather", "reduce", "refresh")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The measurements of a run, equal on all ranks."""
+    """The measurements of a run, equal on all ranks.
+
+    Where a run was resumed on other ranks, or at another stage, with no step left to measure
+    in, `memory` is None, `bytes_per_step` is empty and `tokens_per_second` is 0.
+    """
 
     held_out_bits: dict[int, float]  # bits per byte by the number of steps done
-    memory: StateBytes  # of the rank that holds most, in the second step
+    memory: StateBytes | None  # of the rank that holds most, in the second step
     bytes_per_step: dict[str, float]  # sent by a rank, by kind of event
-    tokens_per_second: float  # of all ranks together, without evaluations
-    seconds: float
+    tokens_per_second: float  # of all ranks together, without evaluations and checkpoints
+    seconds: float  # with those of the runs that this one goes on from
 
 
 class Observer:
-    """Measures a run. Every rank makes one and calls it at the same places."""
+    """Measures a run. Every rank makes one and calls it at the same places.
+
+    Its state goes into checkpoints. What depends on how the model is cut is taken over only by a
+    run that cuts it alike; others measure anew.
+    """
 
     def __init__(
         self,
@@ -53,25 +64,28 @@ class Observer:
         device: torch.device,
     ) -> None:
         self.options = options
+        self.progress = progress
         self.device = device
         self._model = model
         self._shard = shard
-        self._progress = progress
         self._held_out = data.held_out_batches(held_out, shard)
         self._counter = BytesCounter()
         self._remove_counter = add_sink(model, self._counter)
-        # The first step also records the order of use, so counting begins after it.
-        self._counted_from = 1
+        self._done = self._first = 0  # steps of the run, and of it before this process
+        self._counted_from = 0
+        self._seconds_before = 0.0
+        # Steps of earlier processes that the speed counts too, and their seconds.
+        self._alike_before = (0, 0.0)
         self._started = time.monotonic()
-        self._evaluation_seconds = 0.0
+        self._paused_seconds = 0.0
         self._held_out_bits: dict[int, float] = {}
         self._memory: StateBytes | None = None
         self._bytes_per_step: dict[str, float] = {}
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Between backward and step `step` (from 0): the moment that memory is stated for."""
-        # The first step has yet to create the optimizer's states.
-        if step == 1:
+        # The run's first step has yet to create the optimizer's states.
+        if step > 0 and self._memory is None:
             held = memory.measure(self._model, optimizer)
             counts = [held.parameters, held.gradients, held.optimizer]
             most = self._over_ranks(counts, maximum=True)
@@ -81,8 +95,11 @@ class Observer:
 
     def after_step(self, done: int, loss: Tensor) -> None:
         """`done` steps are done; `loss` (scalar, nats per byte) is this rank's of the last one."""
-        if done == 1:
+        self._done = done
+        if done == self._first + 1:
+            # A process's first step also records the order of use: counting begins after it.
             self._counter.take()
+            self._counted_from = done
         if done % STEPS_PER_STATUS == 0:
             self._show_status(done, self._mean([float(loss)])[0])
         if self._evaluates_after(done):
@@ -96,30 +113,86 @@ class Observer:
     @torch.no_grad()
     def evaluate(self, done: int) -> None:
         """Measure the held-out loss after `done` steps, with equally many forwards on all ranks."""
+        with self.paused():
+            self._model.eval()
+            summed, num_bytes = 0.0, 0
+            for tokens, targets in self._held_out:
+                loss = self._model(tokens.to(self.device), targets.to(self.device))
+                # The loss of nothing but repeats is not a number.
+                if counted := int((targets != data.IGNORED).sum()):
+                    summed += float(loss) * counted
+                    num_bytes += counted
+            self._model.train()
+            of_all, num_bytes_of_all = self._over_ranks([summed, float(num_bytes)])
+            bits = of_all / num_bytes_of_all / math.log(2)
+            self._held_out_bits[done] = bits
+        self.progress.note(f"step {done}/{self.options.steps}  held-out {bits:.2f} bits/byte")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is not training: its time does not count as such."""
         began = time.monotonic()
-        self._model.eval()
-        summed, num_sequences = 0.0, 0
-        for tokens, targets in self._held_out:
-            loss = self._model(tokens.to(self.device), targets.to(self.device))
-            summed += float(loss) * len(tokens)
-            num_sequences += len(tokens)
-        self._model.train()
-        bits = self._mean([summed / num_sequences])[0] / math.log(2)
-        self._held_out_bits[done] = bits
-        self._evaluation_seconds += time.monotonic() - began
-        self._progress.note(f"step {done}/{self.options.steps}  held-out {bits:.2f} bits/byte")
+        yield
+        self._paused_seconds += time.monotonic() - began
 
     def finish(self) -> Observed:
-        """Stop counting and return what was measured. Needs at least two steps."""
+        """Stop counting and return what was measured."""
         self._remove_counter()
-        assert self._memory is not None, "TrainOptions asks for two steps; the second measures"
         return Observed(
             held_out_bits=dict(self._held_out_bits),
             memory=self._memory,
             bytes_per_step=self._bytes_per_step,
-            tokens_per_second=self._tokens_per_second(self.options.steps),
-            seconds=time.monotonic() - self._started,
+            tokens_per_second=self._tokens_per_second(),
+            seconds=self._seconds_before + time.monotonic() - self._started,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured so far, equal on all ranks, which ask together."""
+        steps, training = self._trained()
+        elapsed = self._seconds_before + time.monotonic() - self._started
+        seconds, training = self._over_ranks([elapsed, training], maximum=True)
+        return {
+            "done": self._done,
+            "held_out_bits": dict(self._held_out_bits),
+            "seconds": seconds,
+            "setup": self._setup(),
+            "trained": (steps, training),
+            "memory": None if self._memory is None else asdict(self._memory),
+            "bytes_per_step": dict(self._bytes_per_step),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._done = self._first = state["done"]
+        self._held_out_bits = dict(state["held_out_bits"])
+        self._seconds_before = state["seconds"]
+        self._started, self._paused_seconds = time.monotonic(), 0.0
+        if state["setup"] == self._setup():
+            self._alike_before = state["trained"]
+            self._memory = StateBytes(**state["memory"]) if state["memory"] else None
+            self._bytes_per_step = dict(state["bytes_per_step"])
+        else:
+            self.progress.note(self._dealt())
+
+    def _setup(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "ranks": self._shard.world_size,
+            "stage": options.stage,
+            "precision": options.precision,
+            "device": self.device.type,
+            "batch": options.batch,
+            "accumulate": options.accumulate,
+        }
+
+    def _dealt(self) -> str:
+        ranks, batch, accumulate = (
+            self._shard.world_size,
+            self.options.batch,
+            self.options.accumulate,
+        )
+        factors = [plural(ranks, "rank"), plural(accumulate, "backward"), str(batch)]
+        return f"{ranks * batch * accumulate} sequences per step, as before: {' x '.join(factors)}"
 
     def _evaluates_after(self, done: int) -> bool:
         steps, evals = self.options.steps, self.options.evals
@@ -132,22 +205,30 @@ class Observer:
 
     def _show_status(self, done: int, loss: float) -> None:
         elapsed = time.monotonic() - self._started
-        left = elapsed / done * (self.options.steps - done)
-        self._progress.show(
+        left = elapsed / (done - self._first) * (self.options.steps - done)
+        self.progress.show(
             Status(
                 step=done,
                 num_steps=self.options.steps,
                 loss=loss,
-                tokens_per_second=self._tokens_per_second(done),
+                tokens_per_second=self._tokens_per_second(),
                 seconds_left=left,
             )
         )
 
-    def _tokens_per_second(self, done: int) -> float:
+    def _trained(self) -> tuple[int, float]:
+        """Steps made in this setup, and the seconds they took."""
+        steps, seconds = self._alike_before
+        if self._done > self._first:
+            steps += self._done - self._first
+            seconds += time.monotonic() - self._started - self._paused_seconds
+        return steps, seconds
+
+    def _tokens_per_second(self) -> float:
         options = self.options
         per_step = options.accumulate * options.batch * options.context * self._shard.world_size
-        training = time.monotonic() - self._started - self._evaluation_seconds
-        return done * per_step / training
+        steps, seconds = self._trained()
+        return steps * per_step / seconds if steps else 0.0
 
     def _mean(self, values: list[float]) -> list[float]:
         sums = self._over_ranks(values)

@@ -84,8 +84,30 @@ class TrainOptions:
         default=None,
         metadata=describe(
             "write every event of the runtime as a line of JSON; with several processes each "
-            "writes its own file, PATH with -rankN before its ending",
+            "writes its own file, PATH with -rankN before its ending; a run that is resumed writes "
+            "them anew",
             metavar="PATH",
+        ),
+    )
+
+    checkpoint: Path | None = field(
+        default=None,
+        metadata=describe(
+            "folder for checkpoints, on storage that all processes share; a run that finds its own "
+            "there goes on from the latest good one, on any number of processes",
+            metavar="DIR",
+        ),
+    )
+    save_every: int = field(
+        default=50,
+        metadata=describe(
+            "steps between checkpoints; the last step is always saved", metavar="STEPS"
+        ),
+    )
+    keep: int = field(
+        default=2,
+        metadata=describe(
+            "checkpoints to keep; with one, there is none to fall back on", metavar="N"
         ),
     )
 
@@ -118,7 +140,24 @@ _LEAST: dict[str, float] = {
     "evals": 1,
     "sample": 0,
     "seed": 0,
+    "save_every": 1,
+    "keep": 1,
 }
+
+# What the losses of a run depend on, beside the text and the number of sequences in a step: a run
+# that is resumed must have the same. All other options may change.
+OF_A_RUN = (
+    "steps",
+    "context",
+    "layers",
+    "width",
+    "heads",
+    "lr",
+    "warmup",
+    "weight_decay",
+    "max_grad_norm",
+    "seed",
+)
 
 
 def _heads_advice(width: int, heads: int) -> str:

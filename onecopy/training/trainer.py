@@ -18,17 +18,20 @@ from rich.console import Console
 from rich.text import Text
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 import onecopy
+from onecopy.comm.groups import join_launched
 from onecopy.events import add_sink
 from onecopy.launcher import in_launched_process, local_place
 from onecopy.planner import estimate
 from onecopy.report import memory, tables
 from onecopy.report.jsonl import JsonLines, path_of_rank
-from onecopy.report.progress import ProgressLine, count, duration
+from onecopy.report.progress import ProgressLine, count, duration, plural
 from onecopy.report.states import StateBytes
 from onecopy.training import data
-from onecopy.training.data import Corpus, Shard
+from onecopy.training.checkpoints import Checkpoints, join_run
+from onecopy.training.data import Batches, Corpus, Shard
 from onecopy.training.model import GPT, GPTConfig, generate
 from onecopy.training.observer import Observer
 from onecopy.training.options import TrainOptions
@@ -44,10 +47,10 @@ class TrainResult:
     unigram_bits: float
     num_parameters: int  # of the model
     padded_numel: int  # with the padding of its flat buffers
-    memory: StateBytes  # of the rank that holds most
-    bytes_per_step: dict[str, float]  # sent by a rank, by kind of event
-    tokens_per_second: float  # of all ranks together
-    seconds: float
+    memory: StateBytes | None  # of the rank that holds most; None if not measured
+    bytes_per_step: dict[str, float]  # sent by a rank, by kind of event; empty if not measured
+    tokens_per_second: float  # of all ranks together; 0 if not measured
+    seconds: float  # with those of the runs that this one goes on from
     sample: str
 
     @property
@@ -60,23 +63,27 @@ def train(options: TrainOptions) -> TrainResult:
     """Train, show the results on rank 0, and return them. Every rank calls it.
 
     Joins the world of torchrun or `onecopy.launch` if this process is one of its ranks, else it
-    is a world of its own. Raises ConfigError for data that cannot be trained on.
+    is a world of its own. With `options.checkpoint`, a run that ended early is resumed.
+
+    Raises ConfigError for data that cannot be trained on and for options that are not those of
+    the run that is to be resumed, CheckpointError where checkpoints cannot be written or read.
     """
     with _world(options) as device:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if _joined() else (0, 1)
+        console = Console(quiet=rank != 0, highlight=False)
+        corpus = data.load_corpus(options.data, options.context)
+        options = join_run(options, rank, world_size, corpus, device)
         shard = Shard(
             rank=rank, world_size=world_size, batch=options.batch, context=options.context
         )
-        console = Console(quiet=rank != 0, highlight=False)
-        result = _train(options, shard, device, console)
+        result = _train(options, shard, corpus, device, console)
         _show(console, options, world_size, result)
         return result
 
 
 def _train(
-    options: TrainOptions, shard: Shard, device: torch.device, console: Console
+    options: TrainOptions, shard: Shard, corpus: Corpus, device: torch.device, console: Console
 ) -> TrainResult:
-    corpus = data.load_corpus(options.data, options.context)
     torch.manual_seed(options.seed)
     model = GPT(
         GPTConfig(
@@ -96,7 +103,8 @@ def _train(
     quiet = options.quiet or shard.rank != 0
     with _events_written(model, options, shard), ProgressLine(console, quiet=quiet) as progress:
         observer = Observer(model, corpus.held_out, shard, options, progress, device)
-        _train_steps(model, optimizer, data.batches(corpus.train, shard, options.seed), observer)
+        batches = Batches(corpus.train, shard, options.seed, options.accumulate)
+        _train_steps(model, optimizer, batches, observer)
     observed = observer.finish()
     return TrainResult(
         held_out_bits=observed.held_out_bits,
@@ -112,18 +120,22 @@ def _train(
 
 
 def _train_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
-    observer: Observer,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, observer: Observer
 ) -> None:
     options, device = observer.options, observer.device
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle(options))
-    observer.evaluate(0)
-    for step in range(options.steps):
+    parts: dict[str, Stateful] = {
+        "scheduler": scheduler,
+        "batches": batches,
+        "observer": observer,
+    }
+    checkpoints = Checkpoints(options, model, optimizer, parts)
+    resumed_from = checkpoints.resume(observer.progress)
+    if not resumed_from:
+        observer.evaluate(0)
+    for step in range(resumed_from, options.steps):
         mean_loss = torch.zeros((), device=device)
-        for _ in range(options.accumulate):
-            tokens, targets = next(batches)
+        for tokens, targets in next(batches):
             loss = model(tokens.to(device), targets.to(device)) / options.accumulate
             loss.backward()
             mean_loss += loss.detach()
@@ -134,6 +146,8 @@ def _train_steps(
         optimizer.zero_grad()
         scheduler.step()
         observer.after_step(step + 1, mean_loss)
+        with observer.paused():
+            checkpoints.after_step(step + 1)
 
 
 def one_cycle(options: TrainOptions) -> Callable[[int], float]:
@@ -171,10 +185,10 @@ def _world(options: TrainOptions) -> Iterator[torch.device]:
     found = _joined()
     if not found and in_launched_process():
         if device.type == "cpu":
-            dist.init_process_group("gloo")
+            join_launched("gloo")
         else:
             torch.accelerator.set_device_index(device)
-            dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+            join_launched(dist.get_default_backend_for_device(device), device)
     yield device
     # After an error the other ranks may be anywhere: a collective farewell could hang.
     if not found and _joined():
@@ -205,7 +219,7 @@ def _show_start(
 ) -> None:
     if options.quiet:
         return
-    processes = "1 process" if shard.world_size == 1 else f"{shard.world_size} processes"
+    processes = plural(shard.world_size, "process", "processes")
     sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out"
     lines = [
         f"onecopy train  stage {options.stage}  {processes}  {options.precision}",
@@ -227,27 +241,41 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
         },
         "Held-out loss",
     )
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    widths = estimate.FP32 if options.precision == "fp32" else estimate.BF16
-    padded = result.padded_numel
-    tables.print_memory(
-        console,
-        tables.MemoryFigures(
-            measured=result.memory,
-            formula=estimate.state_bytes(options.stage, padded, world_size, widths),
-            data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
-        ),
-        f"Model states at stage {options.stage} on {ranks}, after backward "
-        f"({result.num_parameters:,} parameters, {padded:,} with padding)",
-    )
-    if world_size > 1:
+    if result.memory is not None:
+        _show_memory(console, options, world_size, result, result.memory)
+    if world_size > 1 and result.bytes_per_step:
         _show_bytes_sent(console, options, world_size, result)
     if result.sample:
         console.print(Text(f"A sample, {options.sample} bytes", style="bold"))
         console.print(Text(result.sample), soft_wrap=True)
         console.print()
-    speed = count(result.tokens_per_second)
-    console.print(f"{duration(result.seconds)}, {speed} tokens/s over {ranks}")
+    parts = [duration(result.seconds)]
+    if result.tokens_per_second:
+        parts.append(
+            f"{count(result.tokens_per_second)} tokens/s over {plural(world_size, 'rank')}"
+        )
+    console.print(", ".join(parts))
+
+
+def _show_memory(
+    console: Console,
+    options: TrainOptions,
+    world_size: int,
+    result: TrainResult,
+    measured: StateBytes,
+) -> None:
+    widths = estimate.FP32 if options.precision == "fp32" else estimate.BF16
+    padded = result.padded_numel
+    tables.print_memory(
+        console,
+        tables.MemoryFigures(
+            measured=measured,
+            formula=estimate.state_bytes(options.stage, padded, world_size, widths),
+            data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
+        ),
+        f"Model states at stage {options.stage} on {plural(world_size, 'rank')}, after backward "
+        f"({result.num_parameters:,} parameters, {padded:,} with padding)",
+    )
 
 
 def _show_bytes_sent(
