@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,13 +82,12 @@ def test_readme_shows_the_example() -> None:
     assert script.split("\n\n", 1)[1] == code
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_example_runs_under_torchrun(ranks: int, tmp_path: Path) -> None:
-    """It learns, prints on rank 0 alone, saves whole weights and ends cleanly."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+def run_example(name: str, folder: Path) -> str:
+    """What it prints under torchrun on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     ended = subprocess.run(
-        [*command, str(ROOT / "examples/train.py")],
-        cwd=tmp_path,
+        [*command, str(ROOT / "examples" / name)],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -95,7 +95,13 @@ def test_example_runs_under_torchrun(ranks: int, tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    losses = [float(line.split()[-1]) for line in ended.stdout.splitlines() if "loss" in line]
+    return ended.stdout
+
+
+def test_example_runs_under_torchrun(tmp_path: Path) -> None:
+    """It learns, prints on rank 0 alone, saves whole weights and ends cleanly."""
+    printed = run_example("train.py", tmp_path)
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if "loss" in line]
     assert len(losses) == 8
     assert losses[-1] < 0.5 * losses[0]
     import torch
@@ -103,3 +109,17 @@ def test_example_runs_under_torchrun(ranks: int, tmp_path: Path) -> None:
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert weights["0.weight"].shape == (64, 16)
     assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_resuming_example_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None:
+    """From the middle of an epoch, on as many ranks and on others, with the same losses."""
+    losses = run_example("resume.py", tmp_path).splitlines()
+    assert len(losses) == 12
+    code = (ROOT / "examples/resume.py").read_text()
+    for world_size in (2, 3):
+        for step in (88, 96):
+            shutil.rmtree(tmp_path / f"run/step-{step:08d}")
+        (tmp_path / "run/latest").write_text("step-00000080\n")
+        printed = pool.run(world_size, run_script, code, str(tmp_path))[0].splitlines()
+        assert printed[0] == "resumed from step 80 (run/step-00000080, saved by 2 ranks)"
+        assert printed[1:] == losses[-2:]
