@@ -194,7 +194,7 @@ def snapshot(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) 
             for identity, state in _gather_states(owner.engine, binding).items()
         }
         groups = [
-            {key: value for key, value in group.items() if key != "params"}
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in optimizer.param_groups
         ]
         found[f"optimizer {name}"] = {"states": states, "groups": groups}

@@ -63,13 +63,23 @@ class Counted(nn.Module):
         return self.counting(x) if hasattr(self, "counting") else x + self.seen.sum()
 
 
-def make(seed: int, *, has_counter: bool = True) -> tuple[Counted, Optimizer]:
-    """A plain model, and an optimizer of two groups, one with a scheduler's mark."""
+def adamw(model: nn.Module, *, is_named: bool) -> Optimizer:
+    """In two groups, of parameters or, as torch takes them too, of pairs with their names."""
+    pairs = list(model.named_parameters())
+    groups: list[list[Any]] = [
+        [pair if is_named else pair[1] for pair in pairs if (pair[1].dim() > 1) == is_matrix]
+        for is_matrix in (True, False)
+    ]
+    settings = {"params": groups[1], "lr": 3e-2, "weight_decay": 0.0}
+    return torch.optim.AdamW([{"params": groups[0]}, settings], lr=1e-2, weight_decay=0.1)
+
+
+def make(
+    seed: int, *, has_counter: bool = True, is_named: bool = False
+) -> tuple[Counted, Optimizer]:
+    """A plain model and its optimizer."""
     model = Counted(seed, has_counter=has_counter)
-    matrices = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() < 2]
-    groups = [{"params": matrices}, {"params": others, "lr": 3e-2, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    return model, adamw(model, is_named=is_named)
 
 
 def sharded(seed: int, stage: int = 3, **options: Any) -> tuple[Counted, Optimizer]:
@@ -77,15 +87,14 @@ def sharded(seed: int, stage: int = 3, **options: Any) -> tuple[Counted, Optimiz
     return onecopy.shard(model, optimizer, stage=stage), optimizer
 
 
-def fsdp2(seed: int, **options: Any) -> tuple[Counted, Optimizer]:
-    model = Counted(seed, **{"has_counter": True, **options})
+def fsdp2(
+    seed: int, *, has_counter: bool = True, is_named: bool = False
+) -> tuple[Counted, Optimizer]:
+    model = Counted(seed, has_counter=has_counter)
     for block in model.gpt.get_submodule("blocks").children():
         fully_shard(block)
     fully_shard(model)
-    matrices = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() < 2]
-    groups = [{"params": matrices}, {"params": others, "lr": 3e-2, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    return model, adamw(model, is_named=is_named)
 
 
 def ddp(seed: int, **options: Any) -> tuple[nn.Module, Optimizer]:
@@ -125,7 +134,10 @@ def theirs(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
             names[id(one)]: {key: whole(value).clone() for key, value in state.items()}
             for one, state in optimizer.state.items()
         }
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
         found["optimizer "] = {"states": states, "groups": groups}
     return found
 
@@ -133,8 +145,8 @@ def theirs(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 # Ours, read by them ----------------------------------------------------------------------------
 
 
-def save_ours(root: Path, stage: int) -> None:
-    model, optimizer = sharded(0, stage, has_counter=False)
+def save_ours(root: Path, stage: int, is_named: bool = False) -> None:
+    model, optimizer = sharded(0, stage, has_counter=False, is_named=is_named)
     train(model, optimizer, 0, 2)
     onecopy.save(root, model, optimizer, step=2)
     then = snapshot(model, {"": optimizer})
@@ -149,10 +161,10 @@ def expected_of(root: Path) -> dict[str, Any]:
     return found
 
 
-def read_by_torch(root: Path, kind: str) -> None:
+def read_by_torch(root: Path, kind: str, is_named: bool) -> None:
     """Model and optimizer, by torch alone, and on from there."""
     build: dict[str, Callable[..., Any]] = {"plain": make, "fsdp2": fsdp2, "ddp": ddp}
-    model, optimizer = build[kind](1, has_counter=False)
+    model, optimizer = build[kind](1, has_counter=False, is_named=is_named)
     state = {
         **get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -173,8 +185,9 @@ def read_by_torch(root: Path, kind: str) -> None:
 @pytest.mark.parametrize("stage, kind", [(3, "fsdp2"), (1, "ddp"), (0, "plain"), (2, "fsdp2")])
 def test_what_we_save_torch_reads(pool: Pool, tmp_path: Path, stage: int, kind: str) -> None:
     """Into plain tensors or DTensors, tied names too; on other numbers of ranks, and trained on."""
-    pool.run(2, save_ours, tmp_path, stage)
-    pool.run(2, read_by_torch, tmp_path, kind)
+    is_named = stage > 1
+    pool.run(2, save_ours, tmp_path, stage, is_named)
+    pool.run(2, read_by_torch, tmp_path, kind, is_named)
     if kind == "fsdp2":
         # On three the sums are others.
         pool.run(3, read_values, tmp_path)
@@ -266,7 +279,7 @@ FORMS: dict[str, Callable[[nn.Module, Optimizer], dict[str, Any]]] = {
 
 def save_theirs(root: Path, kind: str, form: str) -> None:
     build: dict[str, Callable[..., Any]] = {"fsdp2": fsdp2, "ddp": ddp}
-    model, optimizer = build[kind](0)
+    model, optimizer = build[kind](0, is_named=form in ("app", "flat"))
     train(model, optimizer, 0, 2)
     dcp.save(FORMS[form](model, optimizer), checkpoint_id=root / "theirs")
     then = theirs(model, optimizer)

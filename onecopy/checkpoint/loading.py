@@ -232,7 +232,7 @@ class _Targets:
             counters = manifest.models.get(names.saved_name_of(name), {})
             self._counters.append((model.module, counters))
         for optimizer in self._named.optimizers.values():
-            saved = manifest.optimizers.get(names.saved_name_of_optimizer(optimizer), {})
+            saved = names.manifest_of(optimizer)
             self._num_steps.append((optimizer.binding, saved.get("num_steps", manifest.step)))
         rank = self._named.group.rank
         self._rng_key = f"onecopy.rng.{rank if rank < manifest.world_size else 0}"

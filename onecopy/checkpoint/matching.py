@@ -45,7 +45,7 @@ class Names:
         self.where = source.path
         self._keys = source.metadata.state_dict_metadata
         self._paths = source.metadata.planner_data
-        self._is_own = source.manifest is not None
+        self._manifest = source.manifest
         # Other programs save what modules add as several items, if it is a dict.
         self._parts: dict[str, list[str]] = {}
         for key in self._keys:
@@ -146,7 +146,7 @@ class Names:
         known = {prefix + one for names in model.names.values() for one in _without(model, names)}
         known |= {prefix + name for name in _extra_state_names(model)}
         tops = {name.partition(".")[0] for name in known}
-        is_apart = self._is_own or bool(prefix)
+        is_apart = self._manifest is not None or bool(prefix)
         unexpected = [
             key
             for key in self._keys
@@ -207,9 +207,12 @@ class Names:
             raise CheckpointError(f"{self.where} has no tensor {key}")
         return stored
 
-    def saved_name_of_optimizer(self, optimizer: NamedOptimizer) -> str:
-        """The name that an optimizer was saved under, "" where it had none."""
-        return self.prefix_of(optimizer).removeprefix(OPTIMIZER).removesuffix(".")
+    def manifest_of(self, optimizer: NamedOptimizer) -> dict[str, Any]:
+        """What onecopy has written of an optimizer beside its states; nothing where others have."""
+        if self._manifest is None:
+            return {}
+        name = self.prefix_of(optimizer).removeprefix(OPTIMIZER).removesuffix(".")
+        return self._manifest.optimizers.get(name, {})
 
     def prefix_of(self, optimizer: NamedOptimizer) -> str:
         """What stands before `state.` and `param_groups.` of this optimizer.

@@ -39,6 +39,7 @@ class OptimizerStates:
         self._named = named
         self._names_of: Callable[[object], list[str]] = partial(names.stored_names, named)
         self._where = str(names.where)
+        self._saved_kind = names.manifest_of(optimizer).get("kind")
         self._settings = names.settings_of(names.prefix_of(optimizer))
         self.ranges: list[Range] = []
         self.keys: list[str] = []
@@ -122,7 +123,7 @@ class OptimizerStates:
         """The objects are read, tensors not yet: find the settings of each group.
 
         Raises:
-            CheckpointError: the groups are others than those that were saved.
+            CheckpointError: the groups, or the update rule, are others than those that were saved.
         """
         for into, name, key in self._objects:
             into[name] = objects[key]
@@ -131,6 +132,19 @@ class OptimizerStates:
             self._chosen.append(self._group_of(number, parameters, first))
             first += len(parameters)
         self._refuse_whole()
+        self._refuse_other_rule()
+
+    def _refuse_other_rule(self) -> None:
+        """Another class may do the same (a fused one); not where it has other settings."""
+        kind = type(self._binding.optimizer).__name__
+        known = {name for saved in self._chosen for name in saved}
+        lacks = sorted(self._binding.optimizer.defaults.keys() - known)
+        if self._saved_kind not in (None, kind) and lacks:
+            raise CheckpointError(
+                f"{self._where}: the optimizer that was saved, {self._saved_kind}, has no "
+                f"{lacks[0]!r}, and this one is {kind}. Make the one that was saved, or load the "
+                "model alone: load(root, model)"
+            )
 
     def finish(self) -> None:
         """All is read: give it to the optimizer."""
@@ -138,7 +152,11 @@ class OptimizerStates:
         groups, number = [], 0
         for own, saved in zip(optimizer.param_groups, self._chosen, strict=True):
             count = len(own["params"])
-            settings = {name: value for name, value in saved.items() if name != "params"}
+            settings = {
+                name: _placed_as(own.get(name), value)
+                for name, value in saved.items()
+                if name not in ("params", "param_names")
+            }
             groups.append({**own, **settings, "params": list(range(number, number + count))})
             number += count
         states = enumerate(self._states)
@@ -191,6 +209,13 @@ class OptimizerStates:
             "Make the optimizer with the groups that it had, or load the model alone: "
             "load(root, model)"
         )
+
+
+def _placed_as(own: Any, value: Any) -> Any:
+    """A setting that is a tensor (a learning rate), where the one that it replaces is."""
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(own.device)
+    return value
 
 
 def _is_like(values: TensorStorageMetadata, stored: TensorStorageMetadata, name: str) -> bool:

@@ -398,5 +398,8 @@ def _add_groups(named: Named, optimizer: NamedOptimizer, states: States) -> None
     for number, (group, parameters) in enumerate(zip(groups, binding.parameters, strict=True)):
         settings = {key: value for key, value in group.items() if key != "param_names"}
         settings["params"] = [named.name_of(parameter) for parameter in parameters]
+        if binding.names[number] is not None:
+            # All of them, where the group itself has those of this rank's pieces.
+            settings["param_names"] = binding.names[number]
         for key, value in settings.items():
             states.add((*optimizer.path, GROUPS, number, str(key)), value)
