@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onecopy.core.layout import Layout, Piece
+from onecopy.core.layout import Layout, Piece, Span
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -47,12 +47,9 @@ class Gradients:
         self._unit_flags = [trailer[..., -1] for trailer in self._trailers]
         self._slice_numel = layout.slice_numels[unit.shard_rank]
         self._stride = layout.strides[unit.shard_rank]
-        # Where each parameter's gradient goes: 1-D parts in memory order, and a view shaped like
-        # the parameter where no slice border cuts it.
-        self._parts = [
-            [(self.buffer[span.start : span.start + span.numel], span) for span in spans]
-            for spans in layout.spans
-        ]
+        # Where each parameter's gradient goes: parts in memory order, and a view shaped like the
+        # parameter where no slice border cuts it.
+        self._parts = [_parts(self.buffer, spans, layout) for spans in layout.spans]
         self._wholes = [
             self.buffer.as_strided(parameter.size(), parameter.stride(), spans[0].start)
             if len(spans) == 1
@@ -80,6 +77,7 @@ class Gradients:
         self._absent = self._all
         self._pending: Pending | None = None
         self._unit_flag: torch.Tensor | None = None
+        self._own_flag = False
         self._flag_is_wanted = False
         self._loss_scale: LossScale | None = None
         # 0-d, where gradients are scaled: 1 says that a mean is not finite.
@@ -160,8 +158,8 @@ class Gradients:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         flat = self.unit.in_memory_order(index, gradient)
-        for target, span in self._parts[index]:
-            part = flat[span.offset : span.offset + span.numel]
+        for target, offset in self._parts[index]:
+            part = flat[offset : offset + target.numel()].view(target.size())
             if index in self._filled:
                 target.add_(part)
             else:
@@ -197,7 +195,7 @@ class Gradients:
             self.carry = None
         self._absent = self.absent
         self._write_flags(bool(unit_flag))
-        self._flag_is_wanted = unit_flag is not None
+        self._flag_is_wanted, self._own_flag = unit_flag is not None, bool(unit_flag)
         # Late parameters make all expected again; absent ones are not waited for next time.
         late = not self._arrived <= self._expected
         self._expected = self._all if late or not self._arrived else frozenset(self._arrived)
@@ -225,7 +223,8 @@ class Gradients:
             return
         result = self._pending.finish()
         self._pending = None
-        complete = len(self._filled | self._carried) == len(self._all)
+        present = self._filled | self._carried
+        complete = len(present) == len(self._all)
         self._filled.clear()
         self._carried.clear()
         self._arrived.clear()
@@ -238,13 +237,14 @@ class Gradients:
                 self._loss_scale.unscale(pieces, self.found_inf)
             flags = None
             if not complete:
-                flags = (result[self._slice_numel :] > 0).tolist()
+                own = [place.index in present for place, _ in self._owned]
+                flags = self._collectives.read(result[self._slice_numel :][: len(own)], own)
             self._accumulate(result, flags)
 
     def read_unit_flag(self) -> bool:
         """Whether any rank had set the flag of the last reduce (waits for an accelerator)."""
         flag, self._unit_flag = self._unit_flag, None
-        return flag is not None and bool(flag > 0)
+        return flag is not None and self._collectives.read(flag.view(1), [self._own_flag])[0]
 
     def zero(self, *, set_to_none: bool) -> None:
         """What `zero_grad` means: no gradients, or zeros where there were some."""
@@ -363,6 +363,24 @@ def _trailers(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     if layout.is_whole:
         return [buffer[first:end] for first, end in layout.trailers]
     return [buffer.view(layout.num_slices, -1)[:, layout.slice_numels[0] :]]
+
+
+def _parts(
+    buffer: torch.Tensor, spans: Sequence[Span], layout: Layout
+) -> list[tuple[torch.Tensor, int]]:
+    """Views that one parameter's gradient goes to, each with its first element in the parameter.
+
+    At most three, however many ranks there are: slices that lie completely in the parameter are the
+    rows of one view.
+    """
+    full = None if layout.is_whole else layout.slice_numels[0]
+    rows = [span for span in spans if span.numel == full]
+    rest = [span for span in spans if span.numel != full]
+    found = [(buffer[span.start : span.start + span.numel], span.offset) for span in rest]
+    if rows:
+        sizes, strides = (len(rows), rows[0].numel), (layout.strides[0], 1)
+        found.append((buffer.as_strided(sizes, strides, rows[0].start), rows[0].offset))
+    return found
 
 
 def _split_sizes(places: tuple[Piece, ...], numel: int) -> list[int]:
