@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.contenders import Contender, Setting, build
 from benchmarks.model import SIZES, batch
 from onecopy.memory.buffers import reuse_freed_blocks
-from tests.live_tensors import LiveTensors
+from onecopy.memory.live_tensors import LiveTensors
 
 __all__ = [
     "Alone",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
-    from onecopy.comm.groups import Group
+    from onecopy.comm.groups import Group, ImaginedWorld
     from onecopy.core.unit import UnitSpec
     from onecopy.memory.host_buffer import HostBuffer
 
@@ -73,7 +73,7 @@ class Handle(handle.NotCopied):
     backward: Backward
     hooks: Hooks
     events: Events
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | ImaginedWorld | None = None
     bindings: list[Binding] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     # Made when the first checkpoint is.
@@ -87,7 +87,7 @@ def shard(
     model: Models,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | ImaginedWorld | None = None,
     config: Config | None = None,
     **settings: Any,
 ) -> Models:
@@ -363,7 +363,7 @@ def _units_of(
 
 
 def _shard_one(
-    model: nn.Module, specs: list[UnitSpec], mesh: DeviceMesh | None, config: Config
+    model: nn.Module, specs: list[UnitSpec], mesh: DeviceMesh | ImaginedWorld | None, config: Config
 ) -> None:
     device = specs[0].device
     world = comm_groups.world_group(mesh)

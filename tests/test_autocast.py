@@ -15,8 +15,8 @@ import onecopy
 import onecopy.events
 from onecopy.config import Precision
 from onecopy.events import Event
+from onecopy.memory.live_tensors import LiveTensors
 from tests import models, reference
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
 

@@ -21,8 +21,8 @@ import onecopy
 import onecopy.handle
 from onecopy.core import build, cells, initialise
 from onecopy.errors import ShardingError
+from onecopy.memory.live_tensors import LiveTensors
 from tests import models, reference
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, Plan, full_values, train
 

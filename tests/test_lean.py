@@ -21,10 +21,10 @@ import onecopy.handle
 from onecopy import Precision
 from onecopy.core.split import SplitMaster
 from onecopy.errors import ConfigError
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
 from onecopy.report.dtypes import describe
 from tests import models, reference
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, Plan, full_values, train
 from tests.test_memory import Deep, after_backward

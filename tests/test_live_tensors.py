@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.live_tensors import LiveTensors
+from onecopy.memory.live_tensors import LiveTensors
 
 KIB = 256  # elements of fp32
 

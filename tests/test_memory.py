@@ -13,10 +13,10 @@ from torch import nn
 
 import onecopy
 import onecopy.handle
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
 from onecopy.report import memory
 from tests import models
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS
 

@@ -20,9 +20,9 @@ import onecopy.handle
 from onecopy.core.build import write_values
 from onecopy.core.pretrained import Keys
 from onecopy.errors import CheckpointError, MismatchError, ShardingError
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.memory.tensor_files import StoredTensor, open_directory
 from tests import models
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 from tests.runs import full_values
 

@@ -20,10 +20,10 @@ import onecopy
 import onecopy.handle
 from onecopy import Config, Precision
 from onecopy.errors import ConfigError, ShardingError
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
 from onecopy.report import memory
 from tests import models, reference
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, Plan, full_values, train
 from tests.test_memory import Deep

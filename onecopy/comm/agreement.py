@@ -57,7 +57,7 @@ class Agreement:
         self._blocked_since: float | None = None
         self._failure: str | None = None
         self._store: dist.Store | None = None
-        if group.size > 1:
+        if group.process_group is not None:
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"onecopy/{key}", store)
             self._store.set(f"at/{group.rank}", "0|the end of shard")
@@ -84,7 +84,7 @@ class Agreement:
         """The `value` of every rank, in rank order; all ranks must ask for the same `topic`."""
         if self._store is None:
             self.scheduled(topic)
-            return [value]
+            return [value] * self._group.size
         key = f"value/{self.position + 1}"
         self._store.set(f"{key}/{self._group.rank}", value)
         self.agree(topic)

@@ -25,6 +25,7 @@ from onecopy.comm.transport import (
     Mean,
     Messages,
     Native,
+    Nothing,
     Transport,
     Wait,
     parts_to_sum,
@@ -86,6 +87,9 @@ class Collectives:
         # From TAGS_PER_MODEL on: small tags, 0 above all, are those of the user's own messages.
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._transport: Transport = Native() if native else Messages()
+        self._is_imagined = groups.world.is_imagined
+        if self._is_imagined:
+            self._transport = Nothing(native=native)
 
     def gather(
         self, flat: torch.Tensor, own: torch.Tensor, numels: Sequence[int], unit: int
@@ -127,7 +131,7 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the first rank's values, in place (at `shard` only)."""
         group = self.groups.world
-        if group.size > 1 and tensor.numel():
+        if group.process_group is not None and tensor.numel():
             # Gloo knows neither strides (it sends what lies behind the first element) nor all
             # dtypes.
             whole = tensor.contiguous()
@@ -145,7 +149,7 @@ class Collectives:
             what: names it where ranks turn out to want different things.
         """
         group = self.groups.shard
-        if group.size > 1:
+        if group.process_group is not None:
             operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             self.agreement.scheduled(what)
             with self.agreement.blocked():
@@ -160,6 +164,8 @@ class Collectives:
             device: one that the group can carry.
         """
         world = self.groups.world
+        if self._is_imagined:
+            return [value] * world.size
         values = torch.zeros(world.size, dtype=torch.float64, device=device)
         values[world.rank] = value
         if world.size > 1:
@@ -168,6 +174,15 @@ class Collectives:
                 dist.all_reduce(values, group=world.process_group)
         numbers: list[float] = values.tolist()
         return numbers
+
+    def read(self, flags: torch.Tensor, expected: list[bool]) -> list[bool]:
+        """Which of some numbers that ranks have made together are positive, on the host.
+
+        Args:
+            flags: 1-D.
+            expected: what is read in an imagined world, where there are no values.
+        """
+        return expected if self._is_imagined else (flags > 0).tolist()
 
     # Hops -------------------------------------------------------------------------------------
 

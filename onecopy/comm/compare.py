@@ -26,7 +26,7 @@ R = TypeVar("R")
 def gather_objects(group: Group, value: Any) -> list[Any]:
     """The `value` of every rank, in order. For small, rare things."""
     if group.process_group is None:
-        return [value]
+        return [value] * group.size
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values

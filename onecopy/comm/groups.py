@@ -32,15 +32,22 @@ class Group:
 
     process_group: torch's group, or None where this rank is alone.
     ranks: the global ranks, in order. rank: this rank's place among them. size: how many.
+    is_native: see ImaginedWorld.
     """
 
     process_group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
     size: int = field(init=False)
+    is_native: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", len(self.ranks))
+
+    @property
+    def is_imagined(self) -> bool:
+        """Only this rank is there; see ImaginedWorld."""
+        return self.process_group is None and self.size > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,22 @@ def join_launched(backend: str | None = None, device: torch.device | None = None
     )
 
 
-def world_group(mesh: DeviceMesh | None = None) -> Group:
+@dataclass(frozen=True, slots=True)
+class ImaginedWorld:
+    """A world of which only one rank is there: nothing is sent, the others do what it does.
+
+    In the place of a mesh, for the planner's simulation.
+
+    native: transfers take the memory that a backend's own collectives take (NCCL), else that of
+        messages from rank to rank (Gloo).
+    """
+
+    size: int
+    rank: int = 0
+    native: bool = False
+
+
+def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
     """The data-parallel ranks: those of `mesh`, else all.
 
     Without a process group, one is made: from the environment that torchrun sets, else a world of
@@ -88,6 +110,8 @@ def world_group(mesh: DeviceMesh | None = None) -> Group:
     Raises:
         ShardingError: the mesh has more than one dimension.
     """
+    if isinstance(mesh, ImaginedWorld):
+        return Group(None, tuple(range(mesh.size)), mesh.rank, mesh.native)
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             join_launched()
@@ -147,5 +171,5 @@ def check_backend(group: Group, device: torch.device) -> None:
 def has_native_collectives(group: Group, device: torch.device) -> bool:
     """Whether the backend's own gather and reduce_scatter are the better choice (not on Gloo)."""
     if group.process_group is None:
-        return False
+        return group.is_native
     return bool(group.process_group._get_backend(device).name() != "gloo")

@@ -19,7 +19,17 @@ import torch.distributed as dist
 
 from onecopy.comm.groups import Group
 
-__all__ = ["Hop", "Mean", "Messages", "Native", "Transport", "Wait", "parts_to_sum", "shares"]
+__all__ = [
+    "Hop",
+    "Mean",
+    "Messages",
+    "Native",
+    "Nothing",
+    "Transport",
+    "Wait",
+    "parts_to_sum",
+    "shares",
+]
 
 # Waits for one hop and returns what it produced: the sum for a reduce, the buffer for a gather.
 Wait = Callable[[], torch.Tensor]
@@ -80,6 +90,44 @@ class Transport(Protocol):
     def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait: ...
 
     def interrupt(self, group: Group, tag: int) -> None: ...
+
+
+class Nothing:
+    """Sends nothing: in an imagined world buffers are only as large as they would be.
+
+    Args:
+        native: they are those of `Native`, not those of `Messages`.
+    """
+
+    def __init__(self, *, native: bool) -> None:
+        self._is_native = native
+
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Wait:
+        return lambda: flat
+
+    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait:
+        first = sum(hop.numels[: hop.group.rank])
+        own = buffer[first : first + hop.numels[hop.group.rank]]
+        one = torch.empty_like(own)
+        is_summed_on_the_way = self._is_native and buffer.dtype == mean.dtype and hop.is_even
+        if is_summed_on_the_way:
+            return lambda: one
+        # What is received beside it: as one tensor, since there may be very many ranks.
+        count = hop.group.size - 1 if self._is_native else hop.group.size - 2
+        rest = own.new_empty(own.numel() * count)
+
+        def wait(rest: torch.Tensor = rest) -> torch.Tensor:
+            # Kept as long as the caller keeps this function, as the parts are.
+            return one if one.dtype == mean.dtype else one.to(mean.dtype)
+
+        return wait
+
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait:
+        total = part.new_empty(hop.numels[hop.group.rank])
+        return lambda: total
+
+    def interrupt(self, group: Group, tag: int) -> None:
+        """Nobody waits."""
 
 
 class Messages:

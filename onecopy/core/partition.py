@@ -23,7 +23,7 @@ from onecopy.core.layout import LARGE_LEAF_NUMEL, balance
 from onecopy.core.precision import dtypes_of
 from onecopy.core.unit import UnitSpec
 from onecopy.core.update_rules import needs_whole_parameters
-from onecopy.core.views import is_dense
+from onecopy.core.views import is_dense, is_fake
 from onecopy.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if type(parameter).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+    is_plain = type(parameter).__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+    if not is_plain and not is_fake(parameter):
         raise ShardingError(
             f"parameter {name} is a {type(parameter).__name__}, a tensor subclass that cannot be "
             "viewed as a part of a flat buffer: shard the model before it is converted (quantized, "

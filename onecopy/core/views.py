@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_dense", "view_of"]
+__all__ = ["is_dense", "is_fake", "view_of"]
 
 
 def view_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -17,6 +17,11 @@ def view_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Te
         # From the part on: `flat` itself may be a view, as a slice is.
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.size())
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it only says what a tensor would be: torch's FakeTensor, which the planner uses."""
+    return type(tensor).__name__ == "FakeTensor"
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

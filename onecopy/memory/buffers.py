@@ -59,7 +59,8 @@ def grow(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     num_bytes = tensor.numel() * tensor.itemsize
     storage.resize_(num_bytes)
-    if num_bytes >= MMAP_THRESHOLD_BYTES and tensor.device.type == "cpu":
+    is_real = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    if num_bytes >= MMAP_THRESHOLD_BYTES and is_real:
         library, address = _libc(), storage.data_ptr()
         if library is not None:
             start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES

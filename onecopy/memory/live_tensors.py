@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+__all__ = ["LiveTensors", "storage_of", "tensors_in"]
+
 Operator = Callable[..., Any]
 
 
@@ -27,7 +29,7 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -47,7 +49,7 @@ class LiveTensors(TorchDispatchMode):
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Track tensors that were made before, such as a model's parameters."""
         for tensor in tensors:
-            self._add(_storage(tensor))
+            self._add(storage_of(tensor))
         self.num_bytes()
 
     def num_storages(self) -> int:
@@ -64,10 +66,10 @@ class LiveTensors(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Before the operation: an operation in place returns what it was given.
-        given = {id(storage) for storage in map(_storage, _tensors((args, kwargs)))}
+        given = {id(storage) for storage in map(storage_of, tensors_in((args, kwargs)))}
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
-            storage = _storage(tensor)
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
             if id(storage) not in given:
                 self._add(storage)
         self.num_bytes()
@@ -81,11 +83,13 @@ class LiveTensors(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """What holds a tensor's bytes; None where nothing does."""
     if tensor.device.type == "meta":  # what a fake tensor is not: it says the device it stands for
         return None
     try:
