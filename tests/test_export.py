@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import onecopy
+import onecopy.handle
 from onecopy.errors import CheckpointError, ConfigError, OneCopyError, ShardingError
 from onecopy.memory.tensor_files import FileWriter, TensorSpec
 from tests import hf_models, models
@@ -791,11 +792,15 @@ def test_memory_from_a_checkpoint_is_one_tensor(pool: Pool, tmp_path: Path) -> N
     assert peaks[12][1] <= 3 * tensor, peaks
 
 
-def peaks_of_ranks(directory: Path, depth: int, width: int) -> tuple[int, int]:
+def peaks_of_ranks(directory: Path, depth: int, width: int) -> int:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     onecopy.shard(model, stage=3, precision="bf16")
     onecopy.export(model, directory / "warm")
-    return peaks_of(lambda: onecopy.export(model, directory / "out"))
+    with LiveTensors() as live:
+        # Released now; they count as they are gathered.
+        live.watch(unit.flat for unit in onecopy.handle.of(model).engine.units)
+        onecopy.export(model, directory / "out")
+        return live.peak_bytes
 
 
 def test_memory_of_a_sharded_model_is_one_unit(pool: Pool, tmp_path: Path) -> None:
@@ -803,8 +808,8 @@ def test_memory_of_a_sharded_model_is_one_unit(pool: Pool, tmp_path: Path) -> No
     width, depth = 200, 12
     unit, value = 2 * (width * width + width), 4 * width * width
     for number, world in enumerate((2, 3)):
-        peaks = pool.run(world, peaks_of_ranks, tmp_path / str(number), depth, width)
-        for tensors, _ in peaks:
-            # The unit, this rank's part of it on the wire, the value, and it on the host.
-            assert tensors <= 2 * unit + 2 * value, (tensors, unit, value)
-            assert tensors < depth * value / 3
+        for peak in pool.run(world, peaks_of_ranks, tmp_path / str(number), depth, width):
+            # And this rank's part of it on the way; the backend may hold the unit before a moment
+            # longer.
+            assert peak <= 2 * unit + value + unit // 2, (peak, unit, value)
+            assert peak < depth * value / 4
