@@ -137,7 +137,14 @@ def test_kills_before_each_operation(
         for rank, events in enumerate(ranks)
         for point in range(len(events))
     ]
-    for number, rank, point in sampled(every, 14):
+    # A rename is what decides; the moment after it is the next point.
+    decisive = [
+        (number, rank, point + after)
+        for number, rank, point in every
+        if points[number][rank][point][0] == "os.rename"
+        for after in (0, 1)
+    ]
+    for number, rank, point in sampled(every, 20, always=dict.fromkeys(decisive)):
         root = tmp_path / f"{number}-{rank}-{point}"
         outcome = attempt(root, num_saves=number, victim=rank, point=point)
         print("killed before", points[number][rank][point])

@@ -162,7 +162,7 @@ def _read_latest(root: Path) -> str | None:
 
 
 def prepare_new(root: Path, step: int) -> Path:
-    """Make the hidden folder that a checkpoint is written into; what killed runs left is removed.
+    """Make the hidden folder that a checkpoint is written into, and tidy up after killed runs.
 
     Its name is new each time: other ranks see it only if they see the same storage.
 
@@ -180,6 +180,10 @@ def prepare_new(root: Path, step: int) -> Path:
         _make(root)
         for left in unfinished_in(root):
             shutil.rmtree(left, ignore_errors=True)
+        for aside in root.glob(f".step-*{_OLD}"):
+            place = root / _name(step_of(aside) or 0)
+            if _is_complete(aside) and not place.exists():
+                aside.rename(place)
         folder = root / f".{_name(step)}.{secrets.token_hex(4)}{_NEW}"
         folder.mkdir()
     return folder

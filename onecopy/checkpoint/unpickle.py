@@ -113,8 +113,8 @@ def read_metadata(path: Path, data: bytes) -> dcp.Metadata:
     # Whatever a damaged pickle leads to.
     except Exception as error:
         raise CheckpointError(
-            f"{path} is damaged, or is no metadata of a torch.distributed.checkpoint: {error}. "
-            "Nothing of it was run"
+            f"{path} is damaged, or is no metadata of a torch.distributed.checkpoint: "
+            f"{str(error) or type(error).__name__}. Nothing of it was run"
         ) from error
     return found
 
