@@ -300,6 +300,13 @@ def test_a_missing_file(tmp_path: Path) -> None:
             read(tmp_path / "t.pt")
 
 
+def test_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.pt")
+    for read in (read_torch_file, check_archive):
+        with pytest.raises(CheckpointError, match=r"t\.pt cannot be read: it is no regular file"):
+            read(tmp_path / "t.pt")
+
+
 @pytest.mark.parametrize("rest", [0, 1, 100, 1000, -1])
 def test_a_file_that_was_cut_off(tmp_path: Path, rest: int) -> None:
     path = save(tmp_path / "t.pt", torch.randn(1000))

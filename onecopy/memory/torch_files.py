@@ -34,6 +34,9 @@ __all__ = ["Inert", "TensorInFile", "check_archive", "read_torch_file", "row_maj
 SPAN_NUMEL = 1 << 22
 # A file's own header in a zip archive, and where in it the lengths of two names behind it are.
 HEADER = struct.Struct("<4s22xHH")
+# The end of an archive, and where in it the length of a comment behind it is.
+END = struct.Struct("<20xH")
+MAX_COMMENT_BYTES = (1 << 16) - 1
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -164,8 +167,16 @@ def check_archive(path: Path) -> None:
     Raises:
         CheckpointError: it is not.
     """
-    with _open(path):
-        pass
+    _refuse_what_is_no_file(path)
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, io.SEEK_END) - END.size - MAX_COMMENT_BYTES))
+        last = file.read()
+    begin = last.rfind(b"PK\x05\x06")
+    if begin >= 0 and begin + END.size <= len(last):
+        (comment,) = END.unpack_from(last, begin)
+        if begin + END.size + comment == len(last):
+            return
+    raise _cut_off(path, "it has no end")
 
 
 def read_torch_file(path: Path) -> Any:
@@ -197,17 +208,28 @@ def read_torch_file(path: Path) -> Any:
 
 
 def _open(path: Path) -> zipfile.ZipFile:
+    _refuse_what_is_no_file(path)
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise _cut_off(path, str(error)) from error
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise CheckpointError(f"{path} cannot be read: it is no regular file")
-        return zipfile.ZipFile(path)
+        with path.open("rb"):
+            pass
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(
-            f"{path} is cut off, or is no file of torch.save since torch 1.6 ({error}). Copy it "
-            "again; an older file must be loaded and saved by a newer torch first"
-        ) from error
+
+
+def _cut_off(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is cut off, or is no file of torch.save since torch 1.6 ({reason}). Copy it "
+        "again; an older file must be loaded and saved by a newer torch first"
+    )
 
 
 @dataclass(frozen=True, slots=True)
