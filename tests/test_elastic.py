@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -172,10 +172,12 @@ class Elastic:
         return printed
 
     def close(self) -> None:
-        for pid in [self.process.pid, *self._pids(b"")]:
-            if self.process.poll() is None or pid != self.process.pid:
-                os.kill(pid, signal.SIGKILL)
+        """Leave no process behind: torchrun first, which would start others."""
+        self.process.kill()
         self.process.wait()
+        for pid in self._pids(b""):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os.close(self._pipe)
 
     def _pids(self, variable: bytes) -> list[int]:
@@ -355,6 +357,24 @@ def test_a_complete_run_shows_its_results(
     assert elsewhere.memory is None
     assert not elsewhere.bytes_per_step and not elsewhere.tokens_per_second
     assert {path: path.stat().st_mtime_ns for path in options.checkpoint.rglob("*")} == before
+
+
+def test_what_is_said(
+    whole: tuple[TrainOptions, TrainResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it goes on, how the sequences are dealt out, and when nothing is left to do."""
+    options = dataclasses.replace(until(whole[0], 22, tmp_path), quiet=False)
+    train(options)
+    said = capsys.readouterr().out.splitlines()
+    where = f"(checkpoint {options.checkpoint}/step-00000022, saved by 2 ranks)"
+    assert f"resumed from step 22 of 24 {where}" in said
+    assert "12 sequences per step, as before: 1 rank x 2 backwards x 6" in said
+    train(options)
+    said = capsys.readouterr().out.splitlines()
+    where = f"(checkpoint {options.checkpoint}/step-00000024, saved by 1 rank)"
+    assert f"resumed from step 24 of 24 {where}" in said
+    assert "all steps are done: nothing is trained, these are the run's results" in said
+    assert not any("as before" in line for line in said)
 
 
 def test_checkpoints_disturb_nothing(pool: Pool, whole: tuple[TrainOptions, TrainResult]) -> None:

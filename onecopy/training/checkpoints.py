@@ -48,11 +48,13 @@ class Run:
 
 def join_run(
     options: TrainOptions, rank: int, world_size: int, corpus: Corpus, device: torch.device
-) -> TrainOptions:
-    """The options that fit the run in `options.checkpoint`; where there is none, it begins here.
+) -> tuple[TrainOptions, bool]:
+    """The options that fit the run in `options.checkpoint`, and whether it has saved anything yet.
 
-    `batch` and `accumulate` become what makes the run's number of sequences in a step, with at
-    most `batch` sequences at once. All ranks call it together.
+    Where it has not, it begins here. All ranks are told the same, though storage may show new
+    files to some of them later than to others. `batch` and `accumulate` become what makes the
+    run's number of sequences in a step, with at most `batch` sequences at once. All ranks call it
+    together.
 
     Raises:
         ConfigError: the run has other options or another text, its sequences cannot be split
@@ -61,7 +63,7 @@ def join_run(
     """
     root = options.checkpoint
     if root is None:
-        return options
+        return options, False
     if root.exists() and not root.is_dir():
         raise ConfigError(f"--checkpoint {root} is a file: give a folder, or a new name.")
     found = torch.tensor([latest(root) is not None], dtype=torch.int32, device=device)
@@ -69,11 +71,11 @@ def join_run(
     if not over_ranks(found, maximum=True).item():
         if rank == 0:
             _write(root, mine)
-        return options
+        return options, False
     run = _read(root)
     _check(root, run, mine)
     batch, accumulate = split(run.sequences, world_size, options.batch)
-    return dataclasses.replace(options, batch=batch, accumulate=accumulate)
+    return dataclasses.replace(options, batch=batch, accumulate=accumulate), True
 
 
 def split(sequences: int, world_size: int, most: int) -> tuple[int, int]:
@@ -116,15 +118,14 @@ class Checkpoints:
         self._parts = parts
 
     def resume(self, progress: ProgressLine) -> int:
-        """Go on where the run ended; returns the number of steps done, 0 for a new run.
+        """Go on where the run ended, which has saved something; returns the number of steps done.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them can be loaded.
+            CheckpointError: none of its checkpoints can be loaded.
         """
         options = self._options
+        assert options.checkpoint is not None, "a run is resumed from its folder"
         root = options.checkpoint
-        if root is None or latest(root) is None:
-            return 0
         loaded = onecopy.load(root, self._model, self._optimizer, fallback=True)
         progress.note(
             f"resumed from step {loaded.step} of {options.steps} "

@@ -72,17 +72,22 @@ def train(options: TrainOptions) -> TrainResult:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if _joined() else (0, 1)
         console = Console(quiet=rank != 0, highlight=False)
         corpus = data.load_corpus(options.data, options.context)
-        options = join_run(options, rank, world_size, corpus, device)
+        options, resumes = join_run(options, rank, world_size, corpus, device)
         shard = Shard(
             rank=rank, world_size=world_size, batch=options.batch, context=options.context
         )
-        result = _train(options, shard, corpus, device, console)
+        result = _train(options, shard, corpus, device, console, resumes)
         _show(console, options, world_size, result)
         return result
 
 
 def _train(
-    options: TrainOptions, shard: Shard, corpus: Corpus, device: torch.device, console: Console
+    options: TrainOptions,
+    shard: Shard,
+    corpus: Corpus,
+    device: torch.device,
+    console: Console,
+    resumes: bool,
 ) -> TrainResult:
     torch.manual_seed(options.seed)
     model = GPT(
@@ -104,7 +109,7 @@ def _train(
     with _events_written(model, options, shard), ProgressLine(console, quiet=quiet) as progress:
         observer = Observer(model, corpus.held_out, shard, options, progress, device)
         batches = Batches(corpus.train, shard, options.seed, options.accumulate)
-        _train_steps(model, optimizer, batches, observer)
+        _train_steps(model, optimizer, batches, observer, resumes)
     observed = observer.finish()
     return TrainResult(
         held_out_bits=observed.held_out_bits,
@@ -120,7 +125,11 @@ def _train(
 
 
 def _train_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, observer: Observer
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    observer: Observer,
+    resumes: bool,
 ) -> None:
     options, device = observer.options, observer.device
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle(options))
@@ -130,10 +139,10 @@ def _train_steps(
         "observer": observer,
     }
     checkpoints = Checkpoints(options, model, optimizer, parts)
-    resumed_from = checkpoints.resume(observer.progress)
-    if not resumed_from:
+    done = checkpoints.resume(observer.progress) if resumes else 0
+    if not done:
         observer.evaluate(0)
-    for step in range(resumed_from, options.steps):
+    for step in range(done, options.steps):
         mean_loss = torch.zeros((), device=device)
         for tokens, targets in next(batches):
             loss = model(tokens.to(device), targets.to(device)) / options.accumulate
