@@ -137,7 +137,7 @@ def test_any_number_of_ranks_and_any_stage(
     for world, stage in itertools.product(WORLDS, STAGES):
         root = tmp_path / f"{world}-{stage}"
         root.mkdir()
-        pool.run(world, save, root, kind, stage)
+        pool.run(world, save, root, kind, stage, timeout=240)
     for world, stage in itertools.product(WORLDS, STAGES):
         roots = [
             (saved_world, tmp_path / f"{saved_world}-{saved_stage}")
@@ -145,4 +145,4 @@ def test_any_number_of_ranks_and_any_stage(
             if request.config.option.all or (saved_world + stage - saved_stage) % 4 == 0
         ]
         assert len(roots) >= 4
-        pool.run(world, load, roots, kind, stage, timeout=120)
+        pool.run(world, load, roots, kind, stage, timeout=240)
