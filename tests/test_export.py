@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import onecopy
 import onecopy.handle
 from onecopy.errors import CheckpointError, ConfigError, OneCopyError, ShardingError
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.memory.tensor_files import FileWriter, TensorSpec
 from tests import hf_models, models
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)

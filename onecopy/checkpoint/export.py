@@ -97,7 +97,7 @@ def export(
     """
     opened = open_model(source, model)
     files = _divide(opened.values, _dtype(dtype), max_shard_bytes)
-    output = _Output(Path(directory), opened.world, progress, _num_bytes(files))
+    output = _Output(Path(directory).expanduser(), opened.world, progress, _num_bytes(files))
     try:
         output.attempt(output.prepare)
         output.agree()

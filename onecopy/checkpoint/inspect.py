@@ -115,7 +115,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     Raises:
         CheckpointError: there is none, or its metadata is damaged.
     """
-    given = Path(path)
+    given = Path(path).expanduser()
     source = open_source(given)
     manifest, contents, run = source.manifest, contents_of(source), source.run
     notes: list[str] = []

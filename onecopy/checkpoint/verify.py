@@ -86,9 +86,10 @@ def verify(
         CheckpointError: there is no checkpoint.
     """
     told = progress or (lambda *_: None)
-    folders = steps_in(Path(path)) if every else []
-    found = [_verify(folder, told) for folder in folders or [Path(path)]]
-    first = find_step(Path(path))
+    given = Path(path).expanduser()
+    folders = steps_in(given) if every else []
+    found = [_verify(folder, told) for folder in folders or [given]]
+    first = find_step(given)
     if folders and first not in folders:
         missing = Verification(first)
         missing.add(LATEST, "", "names this checkpoint, which is not there")
