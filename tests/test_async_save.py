@@ -621,13 +621,17 @@ if how not in ("keeps", "alone"):
 print("the script has ended", flush=True)
 """
 
+# With a port of its own: others may run torchrun on this machine, too.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+TORCHRUN += ["--nproc-per-node=2"]
+
 
 @pytest.mark.parametrize("how", ["ends", "keeps", "raises", "fails", "alone"])
 def test_the_end_of_the_program(tmp_path: Path, how: str) -> None:
     """It waits for the last checkpoint, with and without its process group; an error is printed."""
     script, root = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if how != "alone" else []
+    launcher = TORCHRUN if how != "alone" else []
     command = [sys.executable, *launcher, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(
