@@ -42,14 +42,16 @@ class Trial:
 
     root: where they save. port: of the store. num_saves: after which they end; 0 for never.
     victim: the rank that is killed, -1 for none.
-    point: it kills itself before this operation on files of its `num_saves`-th save.
-    delay: else it is killed so many seconds after the first save.
+    by: the rank that kills it, before an operation of its own on files in the `num_saves`-th save.
+    point: which operation.
+    delay: without a point it is killed so many seconds after the first save.
     """
 
     root: str
     port: int
     num_saves: int = 0
     victim: int = -1
+    by: int = -1
     point: int = -1
     delay: float = 0.0
 
@@ -88,12 +90,13 @@ def step_of_save(number: int) -> int:
 
 
 class _Watch:
-    """Sees operations on files while it is on, and kills the process before one of them."""
+    """Sees operations on files while it is on, and kills a process before one of them."""
 
-    def __init__(self, point: int) -> None:
+    def __init__(self, point: int, victim: int) -> None:
         self.events: list[tuple[str, str, int]] = []
         self.is_on = False
         self._point = point
+        self._victim = victim
         self._fsync = os.fsync
         os.fsync = self._watched_fsync  # type: ignore[assignment]
         sys.addaudithook(self._hear)
@@ -120,7 +123,7 @@ class _Watch:
 
     def _note(self, event: str, path: str) -> None:
         if len(self.events) == self._point:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(self._victim, signal.SIGKILL)
         # The clock is that of the machine: events of several ranks can be ordered.
         self.events.append((event, path, time.monotonic_ns()))
 
@@ -131,11 +134,12 @@ def _rank(trial: Trial, rank: int, output: int) -> None:
     def say(*words: Any) -> None:
         os.write(output, json.dumps(words).encode() + b"\n")
 
-    is_victim = rank == trial.victim
-    watch = _Watch(trial.point if is_victim else -1)
     limit = timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", trial.port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
+    pids: list[int] = [0] * WORLD
+    dist.all_gather_object(pids, os.getpid())
+    watch = _Watch(trial.point if rank == trial.by else -1, pids[trial.victim])
     model, optimizer = build()
     onecopy.shard(model, optimizer, stage=3)
     step = number = 0

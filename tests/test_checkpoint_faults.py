@@ -336,6 +336,34 @@ def test_ranks_that_see_different_folders(pool: Pool, tmp_path: Path) -> None:
         assert saved == "step-00000001"
 
 
+def save_where_folders_are_seen_late(root: str) -> list[str]:
+    """As on NFS, where a name may be unknown to another client for a moment."""
+    model, optimizer = made()
+    is_dir, asked = Path.is_dir, []
+
+    def seen_late(path: Path) -> bool:
+        if path.suffix == ".new":
+            asked.append(path)
+        return is_dir(path) and (len(asked) > 3 or path.suffix != ".new")
+
+    def no_such_call(handle: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(handle)
+
+    fsync = os.fsync
+    with replaced(Path, "is_dir", seen_late), replaced(os, "fsync", no_such_call):
+        onecopy.save(root, model, optimizer)
+    assert len(asked) == 4
+    return sorted(os.listdir(root))
+
+
+def test_network_file_systems(pool: Pool, tmp_path: Path) -> None:
+    """Folders that are seen a moment later, and that cannot be flushed by a call of their own."""
+    for found in pool.run(2, save_where_folders_are_seen_late, str(tmp_path)):
+        assert found == ["latest", "step-00000000"]
+
+
 def save_differently(folder: str) -> list[str]:
     rank = dist.get_rank()
     model, optimizer = made()
@@ -457,6 +485,55 @@ def test_damage_is_named_and_the_older_one_loads(
         assert one["is_older"]
         assert newer in one["both"]
         assert older in one["both"] or is_none
+
+
+class _Picky(nn.Linear):
+    """Saves something of its own, and takes it back on one rank only."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no such state")
+
+
+def load_where_one_rank_fails(root: str) -> str:
+    model = nn.Sequential(_Picky(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    onecopy.shard(model, optimizer)
+    onecopy.save(root, model, optimizer)
+    message = error_of(lambda: onecopy.load(root, model, optimizer))
+    onecopy.save(root, model, optimizer, step=1)
+    return message
+
+
+def test_what_one_rank_cannot_take_is_an_error_on_all(pool: Pool, tmp_path: Path) -> None:
+    """The others would go on with what they have loaded."""
+    for message in pool.run(2, load_where_one_rank_fails, str(tmp_path)):
+        assert message == "on rank 1: ValueError: no such state"
+
+
+def load_interrupted(root: str) -> None:
+    model, optimizer = made()
+    onecopy.save(root, model, optimizer)
+
+    def interrupt(self: Any, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return read_data(self, plan, planner)
+
+    read_data = onecopy.checkpoint.files.Reader.read_data
+    with replaced(onecopy.checkpoint.files.Reader, "read_data", interrupt):
+        onecopy.load(root, model, optimizer, fallback=True)
+
+
+def test_an_interrupt_is_no_reason_to_load_another(pool: Pool, tmp_path: Path) -> None:
+    """The rank that was interrupted ends; the others say which one it was."""
+    first, second = pool.run(2, load_interrupted, str(tmp_path), expect_failures=True)
+    assert second.type_name == "KeyboardInterrupt"
+    assert first.type_name == "CheckpointError"
+    assert "on rank 1: KeyboardInterrupt" in first.message
 
 
 def load_by_pointer(root: str, pointer: str | None) -> tuple[Any, ...]:

@@ -140,7 +140,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: the root cannot be read.
     """
-    path = Path(root)
+    path = Path(root).expanduser()
     if not path.exists():
         return None
     found = find_step(path)

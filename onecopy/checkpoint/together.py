@@ -107,7 +107,8 @@ def _transfers(group: Group) -> Iterator[None]:
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {group.ranks[group.rank]}: a rank of {list(group.ranks)} has ended during a "
-            f"checkpoint ({error}); its own output says why. The last good checkpoint is untouched"
+            f"checkpoint, or has not answered in time ({error}); its own output says why. The last "
+            "good checkpoint is untouched"
         ) from error
 
 
