@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import onecopy
 from onecopy.core.loss_scale import loss_scale_of
 from onecopy.errors import CheckpointError, OneCopyError, ShardingError
+from onecopy.memory.live_tensors import LiveTensors
 from tests import models
-from tests.live_tensors import LiveTensors
 from tests.motley import compare, snapshot
 from tests.optimizers import MATRIX, Lion, Make
 from tests.pool import Pool
