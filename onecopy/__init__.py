@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from onecopy.core.uneven import loss_weight as loss_weight
     from onecopy.errors import OneCopyError as OneCopyError
     from onecopy.launcher import launch as launch
+    from onecopy.planner.plan import plan as plan
 
 __version__ = "0.1.0.dev0"
 
@@ -46,6 +47,7 @@ _WHERE = {
     "load_pretrained": "onecopy.core.pretrained",
     "loss_weight": "onecopy.core.uneven",
     "no_sync": "onecopy.api",
+    "plan": "onecopy.planner.plan",
     "save": "onecopy.checkpoint.saving",
     "shard": "onecopy.api",
     "unshard": "onecopy.api",
@@ -66,6 +68,7 @@ __all__ = [
     "load_pretrained",
     "loss_weight",
     "no_sync",
+    "plan",
     "save",
     "shard",
     "unshard",

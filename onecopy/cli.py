@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOptions
 from onecopy.errors import ConfigError, OneCopyError
+from onecopy.planner.options import CommandOptions
 from onecopy.training.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -277,7 +278,40 @@ def _shown_on(line: ProgressLine, verb: str) -> Callable[[int, int, str], None]:
     return show
 
 
+def _plan(options: CommandOptions) -> None:
+    from onecopy.planner.plan import plan
+
+    if options.html and not options.html.parent.is_dir():
+        raise ConfigError(f"--html {options.html}: make the folder first.")
+    # A function of the user's is found from where the command is started, as with python -m.
+    sys.path.insert(0, "")
+    found = plan(options.model, **options.settings)
+    if options.html:
+        from onecopy.planner.page import as_page
+
+        options.html.write_text(as_page(found), encoding="utf-8")
+    if options.json:
+        import json
+
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    from rich.console import Console
+
+    from onecopy.planner.show import print_plan
+
+    print_plan(Console(), found)
+
+
 COMMANDS = (
+    Command(
+        name="plan",
+        summary="say what a model needs at each stage, what fits, and what to choose",
+        description="Calculates, before anything is started, the memory of each rank and the bytes "
+        "that it sends at each stage, the largest model that fits, and the fastest configuration "
+        "that does, as code to paste.",
+        options=CommandOptions,
+        run=_plan,
+    ),
     Command(
         name="train",
         summary="train a small GPT on text, and show memory and traffic beside the formulas",

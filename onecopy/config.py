@@ -7,9 +7,12 @@ are therefore names ("fp32", "bf16", "fp16"); `core/precision.py` turns them int
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from onecopy.errors import ConfigError
@@ -75,6 +78,14 @@ class Precision:
                 f"precision.master={self.master!r} needs parameters that compute in bf16, but "
                 f'precision.compute={self.compute!r}: say compute="bf16", or leave master out'
             )
+
+    def written(self) -> str:
+        """The call that makes it: Precision(compute="bf16", ...)."""
+        settings = (
+            f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
+            for name, value in _changed(self)
+        )
+        return f"Precision({', '.join(settings)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +157,47 @@ class Config:
                     "give max_grad_norm too, or say step_in_backward=True"
                 )
 
+    def to_toml(self) -> str:
+        """The stage and the settings that differ from their defaults, as TOML for `from_toml`.
+
+        `sinks` are code, so no file can have them.
+        """
+        own = _toml_lines(self, leave_out=("stage", "precision", "sinks"))
+        precision = _toml_lines(self.precision_policy)
+        if precision:
+            precision = ["", "[precision]", *precision]
+        return "\n".join([f"stage = {self.stage}", *own, *precision]) + "\n"
+
+    @classmethod
+    def from_toml(cls, source: str | Path) -> Config:
+        """A configuration from a TOML file, or from its text.
+
+        Args:
+            source: a path, or text with at least one line end.
+
+        Raises:
+            ConfigError: there is no such file, it is no TOML, or a setting is unknown or does not
+                fit.
+        """
+        name = "the text"
+        if isinstance(source, Path) or "\n" not in source:
+            name, source = str(source), _read(Path(source))
+        try:
+            settings = tomllib.loads(source)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{name} is not TOML: {error}") from error
+        for key, value in settings.items():
+            if isinstance(value, list):
+                settings[key] = tuple(value)
+        precision = settings.get("precision")
+        if isinstance(precision, dict):
+            known = [item.name for item in fields(Precision)]
+            for key in precision:
+                if key not in known:
+                    raise unknown_setting(f"precision.{key}", [f"precision.{one}" for one in known])
+            settings["precision"] = Precision(**precision)
+        return cls.make(None, settings)
+
     @property
     def precision_policy(self) -> Precision:
         """`precision` as an object; without one, everything keeps its own dtype."""
@@ -169,6 +221,29 @@ class Config:
             )
         base = {} if config is None else {name: getattr(config, name) for name in known}
         return cls(**{**base, **settings})
+
+
+def _changed(record: Config | Precision) -> list[tuple[str, Any]]:
+    """The fields of a policy that differ from their defaults."""
+    return [
+        (item.name, getattr(record, item.name))
+        for item in fields(record)
+        if getattr(record, item.name) != item.default
+    ]
+
+
+def _toml_lines(record: Config | Precision, leave_out: tuple[str, ...] = ()) -> list[str]:
+    # JSON writes strings, numbers, booleans and lists as TOML does.
+    return [
+        f"{name} = {json.dumps(value)}" for name, value in _changed(record) if name not in leave_out
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _names(setting: str, value: tuple[str, ...] | str) -> tuple[str, ...]:

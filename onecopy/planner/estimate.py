@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from onecopy.config import Precision
 from onecopy.core.stages import STAGES, Stage
 from onecopy.errors import ConfigError
 from onecopy.report.states import StateBytes
@@ -39,6 +40,7 @@ class ElementWidths:
 
 FP32 = ElementWidths()
 BF16 = ElementWidths(compute=2)
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_STATES_WITH_MASTER = 12  # the paper's K: fp32 master, momentum, variance
 
 
@@ -173,3 +175,24 @@ def _stage(stage: int, world_size: int = 1) -> Stage:
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}: it counts processes, at least 1.")
     return STAGES[stage]
+
+
+def widths_of(precision: Precision, optimizer_states: int) -> ElementWidths:
+    """Bytes of each state of a trainable fp32 parameter under a precision policy.
+
+    Args:
+        optimizer_states: tensors that the optimizer keeps for each parameter, as wide as what it
+            updates.
+    """
+    compute = DTYPE_BYTES[precision.compute or "fp32"]
+    is_pure = precision.master == "bf16" and precision.compute == "bf16"
+    master = compute if is_pure else DTYPE_BYTES["fp32"]
+    is_split = precision.master == "bf16+16" and precision.compute == "bf16"
+    return ElementWidths(
+        compute=compute,
+        master=master,
+        gradient=DTYPE_BYTES[precision.gradient] if precision.gradient else master,
+        optimizer=optimizer_states * master,
+        remainder=master - compute if is_split else None,
+        reduce=DTYPE_BYTES[precision.reduce] if precision.reduce else compute,
+    )

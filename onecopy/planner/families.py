@@ -10,7 +10,7 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onecopy.core.layout import LARGE_LEAF_NUMEL
@@ -160,7 +160,12 @@ def _gpt2(config: Numbers) -> Model:
         + saved.dropout(2 * hidden, config.drops("resid_pdrop", 0.1))
     )
     stack = Stack(count=layers, hidden=hidden, widest=intermediate, saved=block)
-    return _units(parts), TransformerShape(stacks=(stack,), vocabulary=vocabulary, context=context)
+    return _units(parts), TransformerShape(
+        stacks=(stack,),
+        outside=saved.layer_norm(hidden),
+        vocabulary=vocabulary,
+        context=context,
+    )
 
 
 def _bert(config: Numbers) -> Model:
@@ -196,7 +201,12 @@ def _bert(config: Numbers) -> Model:
     )
     stack = Stack(count=layers, hidden=hidden, widest=intermediate, saved=kept)
     return _units(parts), TransformerShape(
-        stacks=(stack,), vocabulary=vocabulary, upcasts_logits=False, context=context
+        stacks=(stack,),
+        # The norm of the embeddings, and the layer before the head.
+        outside=Saved(compute=5 * hidden),
+        vocabulary=vocabulary,
+        upcasts_logits=False,
+        context=context,
     )
 
 
@@ -229,8 +239,15 @@ class _Decoder:
         up = _linear(intermediate, self.hidden, bias)
         return (up, up, _linear(self.hidden, intermediate, bias))
 
-    def model(self, parts: tuple[Numels, ...], kept: Saved, widest: int, vocabulary: int) -> Model:
-        """The model of blocks of `parts`, in which `kept` is saved beside norms and attention."""
+    def model(
+        self, parts: tuple[Numels, ...], kept: Saved, widest: int, defaults: tuple[int, int]
+    ) -> Model:
+        """The model of blocks of `parts`, in which `kept` is saved beside norms and attention.
+
+        Args:
+            defaults: the family's vocabulary and context.
+        """
+        vocabulary, context = defaults
         norm = (self.hidden,)
         vocabulary = self.config.size("vocab_size", vocabulary)
         is_tied = self.config.flag("tie_word_embeddings", False)
@@ -248,9 +265,12 @@ class _Decoder:
             + kept
         )
         stack = Stack(count=self.layers, hidden=self.hidden, widest=widest, saved=kept)
-        context = self.config.size("max_position_embeddings", 1 << 20)
+        context = self.config.size("max_position_embeddings", context)
         return _units(model), TransformerShape(
-            stacks=(stack,), vocabulary=vocabulary, context=context
+            stacks=(stack,),
+            outside=saved.rms_norm(self.hidden),
+            vocabulary=vocabulary,
+            context=context,
         )
 
 
@@ -260,21 +280,21 @@ def _llama(config: Numbers) -> Model:
     bias = config.flag("attention_bias", False)
     projections = shape.projections(bias=bias, output_bias=bias)
     parts = (*projections, *shape.gated(width, config.flag("mlp_bias", False)))
-    return shape.model(parts, saved.gated_mlp(width), width, 32000)
+    return shape.model(parts, saved.gated_mlp(width), width, (32000, 2048))
 
 
 def _mistral(config: Numbers) -> Model:
     shape = _Decoder(config, kv_heads=8)
     width = config.size("intermediate_size", 14336)
     parts = (*shape.projections(), *shape.gated(width))
-    return shape.model(parts, saved.gated_mlp(width), width, 32000)
+    return shape.model(parts, saved.gated_mlp(width), width, (32000, 131_072))
 
 
 def _qwen2(config: Numbers) -> Model:
     shape = _Decoder(config, kv_heads=32)
     width = config.size("intermediate_size", 22016)
     parts = (*shape.projections(bias=True), *shape.gated(width))
-    return shape.model(parts, saved.gated_mlp(width), width, 151936)
+    return shape.model(parts, saved.gated_mlp(width), width, (151936, 32768))
 
 
 def _qwen3(config: Numbers) -> Model:
@@ -287,7 +307,11 @@ def _qwen3(config: Numbers) -> Model:
     both = shape.query + shape.key
     rotated = Saved(compute=both, fp32=both + shape.heads + shape.kv_heads)
     parts = (*projections, *norms, *shape.gated(width))
-    return shape.model(parts, saved.gated_mlp(width) + rotated, width, 151936)
+    units, transformer = shape.model(
+        parts, saved.gated_mlp(width) + rotated, width, (151936, 32768)
+    )
+    stack = replace(transformer.stacks[0], normed=shape.query)
+    return units, replace(transformer, stacks=(stack,))
 
 
 def _mixtral(config: Numbers) -> Model:
@@ -302,7 +326,7 @@ def _mixtral(config: Numbers) -> Model:
         (experts * shape.hidden * width,),
     )
     kept = saved.experts(shape.hidden, width, experts, chosen)
-    return shape.model(parts, kept, chosen * width, 32000)
+    return shape.model(parts, kept, chosen * width, (32000, 131_072))
 
 
 # T5 ---------------------------------------------------------------------------------------------
@@ -346,7 +370,10 @@ def _t5(config: Numbers) -> Model:
         Stack(count=decoder_layers, hidden=hidden, widest=width, saved=kept + crossed),
     )
     return _units(parts), TransformerShape(
-        stacks=stacks, vocabulary=vocabulary, upcasts_logits=False
+        stacks=stacks,
+        outside=saved.rms_norm(hidden) + saved.rms_norm(hidden),
+        vocabulary=vocabulary,
+        upcasts_logits=False,
     )
 
 

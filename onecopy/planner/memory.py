@@ -8,7 +8,8 @@ live tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -20,7 +21,26 @@ from onecopy.planner.estimate import ElementWidths
 from onecopy.planner.shapes import ModelShape, TransformerShape, UnitShape
 from onecopy.report.states import StateBytes
 
-__all__ = ["Batch", "Cluster", "Memory", "Sent", "activation_bytes", "memory_of", "sent_by"]
+__all__ = [
+    "KINDS",
+    "Batch",
+    "Cluster",
+    "Memory",
+    "Sent",
+    "activation_bytes",
+    "memory_of",
+    "sent_by",
+]
+
+# What each part of a rank's memory is called.
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "gathered": "gathered units",
+    "buffers": "gradients on their way",
+    "activations": "activations",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +128,19 @@ class _Sized:
         return self.layout.gradient_numel * self.widths.wire if self.unit.trainable else 0
 
     @property
-    def largest_gradient(self) -> int:
-        """Bytes of the largest gradient as autograd hands it over."""
-        return max(self.unit.numels) * self.widths.compute if self.unit.trainable else 0
+    def mean(self) -> int:
+        """Bytes of the owned part of the unit's mean gradient, as it is summed."""
+        return self.layout.strides[0] * max(4, self.widths.master) if self.unit.trainable else 0
+
+    @property
+    def gradient_of_autograd(self) -> int:
+        """Bytes of the largest gradient as autograd hands it over.
+
+        Weights that embedding and head share lie at the root: autograd adds up two gradients.
+        """
+        if not self.unit.trainable:
+            return 0
+        return max(self.unit.numels) * self.widths.compute * (2 if self.unit.surrounds else 1)
 
     def states(self, stage: int, devices: int) -> StateBytes:
         """Of one such unit."""
@@ -146,9 +176,19 @@ def _layout(numels: tuple[int, ...], shard: int, replica: int, alignment: int) -
 
 
 def memory_of(
-    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, activations: int | None
+    model: ModelShape,
+    stage: int,
+    cluster: Cluster,
+    widths: ElementWidths,
+    backwards: int = 1,
+    activations: int | None = None,
 ) -> Memory:
-    """What a rank holds at `stage`; `widths` counts where a unit does not say its own."""
+    """What a rank holds at `stage`.
+
+    Args:
+        widths: of units that do not say their own.
+        backwards: per optimizer step.
+    """
     devices = cluster.devices
     units = list(_sized(model, stage, devices, widths))
     states = [(one.unit.count, one.states(stage, devices)) for one in units]
@@ -157,7 +197,7 @@ def memory_of(
         gradients=sum(count * one.gradients for count, one in states),
         optimizer=sum(count * one.optimizer for count, one in states),
         gathered=_gathered(units) if STAGES[stage].releases else 0,
-        buffers=_buffers(units, stage, devices),
+        buffers=_buffers(units, stage, devices, backwards),
         activations=activations,
     )
 
@@ -171,22 +211,27 @@ def _gathered(units: list[_Sized]) -> int:
     return around + max(pairs, default=sum(in_order))
 
 
-def _buffers(units: list[_Sized], stage: int, devices: int) -> int:
-    """Local gradients of the unit in backward, what comes in of others, autograd's own.
+def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> int:
+    """Local gradients of the units in backward, what comes in of others, autograd's own.
 
-    Where local gradients are kept anyway they count as gradients, not here.
+    Where local gradients are kept anyway they count as gradients, not here, and the reduce of one
+    unit goes on while the next one's gradients come in. From the second backward on there are means
+    already, to which new ones are added.
     """
     cut = STAGES[stage]
-    largest = max((one.gradients for one in units), default=0)
-    autograd = max((one.largest_gradient for one in units), default=0)
     inner = max((one.gradients for one in units if not one.unit.surrounds), default=0)
     around = sum(one.gradients for one in units if one.unit.surrounds)
+    inner_mean = max((one.mean for one in units if not one.unit.surrounds), default=0)
+    around_mean = sum(one.mean for one in units if one.unit.surrounds)
+    both: Callable[[int, int], int] = operator.add if cut.keeps_gradient_buffer else max
     local = 0 if cut.keeps_gradient_buffer else inner + around
-    incoming = largest * (devices - 1) // devices
+    incoming = both(inner, around) * (devices - 1) // devices
     if not cut.shards_anything and devices > 1:
         # The sums come back into a buffer of their own.
-        incoming += largest
-    return local + incoming + autograd
+        incoming += max(inner, around)
+    again = both(inner_mean, around_mean) if backwards > 1 else 0
+    autograd = max((one.gradient_of_autograd for one in units), default=0)
+    return local + incoming + again + autograd
 
 
 def activation_bytes(
@@ -199,18 +244,22 @@ def activation_bytes(
         recompute: only the inputs of blocks are kept, and one block is computed again at a time.
 
     At the beginning of backward all blocks' values exist and the loss's, later the gradients
-    inside of one block.
+    inside of one block. The loop is taken to keep the logits until backward has ended.
     """
-    tokens, whole, block = batch.tokens, 0, 0
+    tokens, sequence, block = batch.tokens, batch.sequence, 0
+    whole = transformer.outside.num_bytes(width, sequence)
     for stack in transformer.stacks:
-        saved = stack.saved.num_bytes(width, batch.sequence)
-        kept = stack.hidden * width if recompute else saved
-        whole += stack.count * kept
-        working = max(16 * stack.hidden, 2 * width * stack.widest)
+        saved = stack.saved.num_bytes(width, sequence)
+        whole += stack.count * (stack.hidden * width if recompute else saved)
+        # Where attention writes its weights out, so do their gradients.
+        matrix = 16 * stack.saved.positions * sequence
+        norms = max(16 * stack.hidden, 8 * stack.normed)
+        working = max(norms, 2 * width * stack.widest, matrix)
         block = max(block, working + (saved if recompute else 0))
     # Logits, their logarithms, and two gradients of these.
-    logits = 4 * width if not transformer.upcasts_logits else 12 + width
-    return tokens * (whole + max(block, logits * transformer.vocabulary))
+    loss = 4 * width if not transformer.upcasts_logits else 12 + width
+    block += width * transformer.vocabulary
+    return tokens * (whole + max(block, loss * transformer.vocabulary))
 
 
 def sent_by(

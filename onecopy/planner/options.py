@@ -60,7 +60,7 @@ class PlanOptions:
         default="adamw",
         metadata=describe("whose states are counted", choices=tuple(OPTIMIZERS)),
     )
-    precision: Precision | str = field(
+    precision: str | Precision = field(
         default="bf16",
         metadata=describe(
             "dtype of forward and backward; the optimizer always updates fp32 masters",

@@ -67,25 +67,29 @@ class Stack:
     """A run of alike blocks.
 
     hidden: elements of a token between blocks. widest: elements of a token inside of one, where
-    it is widest. saved: per token and block.
+    it is widest. saved: per token and block. normed: elements of a token that attention itself
+    normalises in fp32, if it does.
     """
 
     count: int
     hidden: int
     widest: int
     saved: Saved
+    normed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
     """A model's blocks and its head.
 
-    stacks: one, or encoder and decoder. vocabulary: 0 where it is not known.
+    stacks: one, or encoder and decoder. outside: what a token makes autograd save before and after
+    the blocks, beside the logits. vocabulary: 0 where it is not known.
     upcasts_logits: the loss is made from fp32 logits, as Hugging Face's causal models do.
     context: the longest sequence, if there is a limit.
     """
 
     stacks: tuple[Stack, ...]
+    outside: Saved = Saved()
     vocabulary: int = 0
     upcasts_logits: bool = True
     context: int | None = None

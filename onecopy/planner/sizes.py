@@ -6,9 +6,10 @@ import re
 
 from onecopy.errors import ConfigError
 
-__all__ = ["gigabytes", "is_parameters", "parse_parameters", "shown"]
+__all__ = ["amount", "is_parameters", "parse_parameters", "shown", "unit_for"]
 
 PARAMETERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+UNITS = {"MB": 1e6, "GB": 1e9}
 NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -43,9 +44,14 @@ def shown(number: float) -> str:
     return f"{number:g}"
 
 
-def gigabytes(num_bytes: float) -> str:
-    """Bytes in GB (1e9): a digit after the point, more where that would show none."""
-    value = num_bytes / 1e9
+def amount(num_bytes: float, unit: str) -> str:
+    """Bytes in a unit of `UNITS`: one digit after the point, more where that would show none."""
+    value = num_bytes / UNITS[unit]
     if value == 0 or value >= 0.95:
         return f"{value:,.1f}"
     return f"{value:.2f}" if value >= 0.01 else f"{value:.1g}"
+
+
+def unit_for(num_bytes: float) -> str:
+    """The unit in which this amount is read best."""
+    return "GB" if num_bytes >= UNITS["GB"] / 2 else "MB"

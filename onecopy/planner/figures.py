@@ -1,0 +1,104 @@
+"""The figures of a plan as lines of words, for the terminal and for pages alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from onecopy.planner.memory import KINDS
+from onecopy.planner.plan import Plan
+from onecopy.planner.rows import Row
+from onecopy.planner.sizes import amount, shown, unit_for
+
+__all__ = ["Line", "footnotes", "heading", "label", "lines", "unit_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure for every row of the plan. is_sum: of the lines above it."""
+
+    name: str
+    cells: tuple[str, ...]
+    is_sum: bool = False
+
+
+def heading(plan: Plan) -> str:
+    """The question in one line."""
+    options, batch = plan.options, plan.question.batch
+    numel = plan.model.num_parameters
+    name = plan.model.name
+    size = name if name.endswith("parameters") else f"{name}, {shown(numel)} parameters"
+    devices = "1 device" if options.devices == 1 else f"{options.devices:,} devices"
+    nodes = options.devices // options.cluster.devices_per_node
+    if nodes > 1:
+        devices += f" in {nodes:,} nodes"
+    samples = f"{batch.samples} x {batch.sequence:,} tokens at a time"
+    if batch.backwards > 1:
+        samples += f", {batch.backwards} times a step"
+    dtype = options.policy.compute or "fp32"
+    return f"{size} on {devices}: {dtype}, {options.optimizer}, {samples}"
+
+
+def unit_of(plan: Plan) -> str:
+    """The unit of all amounts in the table."""
+    return unit_for(max(row.memory.total for row in plan.rows))
+
+
+def lines(plan: Plan) -> Iterator[Line]:
+    """The table, a line for each figure."""
+    unit = unit_of(plan)
+
+    def line(name: str, cell: Callable[[Row], float | None], *, is_sum: bool = False) -> Line:
+        values = [cell(row) for row in plan.rows]
+        cells = tuple("-" if value is None else amount(value, unit) for value in values)
+        return Line(name, cells, is_sum)
+
+    if any(row.paper is not None for row in plan.rows):
+        yield line("states in the ZeRO paper", lambda row: row.paper)
+    yield line("model states here", lambda row: row.memory.states)
+    for kind, name in KINDS.items():
+        indent = "  " if kind in ("parameters", "gradients", "optimizer") else ""
+        yield line(indent + name, partial(_part, kind=kind))
+    yield line("at the peak of a step", lambda row: row.memory.total, is_sum=True)
+    capacity = amount(plan.options.capacity, unit).removesuffix(".0")
+    yield Line(f"of {capacity} {unit}", tuple(map(_share, plan.rows)), is_sum=True)
+    if plan.options.devices > 1:
+        yield line("sent a step inside nodes", lambda row: row.sent.inside)
+        yield line("sent a step across nodes", lambda row: row.sent.across)
+    yield Line("largest model that fits", tuple(map(_largest, plan.rows)))
+
+
+def footnotes(plan: Plan) -> Iterator[str]:
+    """What the table's figures are, as far as this plan needs it said."""
+    if any(row.paper is not None for row in plan.rows):
+        yield (
+            "The paper counts 16-bit gradients; here the optimizer reads fp32 ones, and stage 3 "
+            "makes 16-bit parameters from the masters when they are gathered."
+        )
+    if any(row.way.recompute for row in plan.rows):
+        yield "*: activations of blocks are computed again in backward."
+    if any(row.way.is_lean for row in plan.rows):
+        yield '+: with master="bf16+16".'
+    if plan.options.checkpoint_activations == "auto" and any(row.largest for row in plan.rows):
+        yield "Largest model: more blocks like these, their activations computed again."
+    for note in plan.notes:
+        yield f"{note[0].upper()}{note[1:]}."
+
+
+def label(row: Row) -> str:
+    """The stage, with the marks that `footnotes` explains."""
+    marks = ("*" if row.way.recompute else "") + ("+" if row.way.is_lean else "")
+    return f"stage {row.stage}{marks}"
+
+
+def _part(row: Row, kind: str) -> int | None:
+    return row.memory.by_kind()[kind]
+
+
+def _share(row: Row) -> str:
+    return f"{100 * row.share:.0f} %" if row.fits else "too much"
+
+
+def _largest(row: Row) -> str:
+    return "-" if row.largest is None else shown(float(f"{row.largest:.3g}"))

@@ -1,0 +1,168 @@
+"""A plan: what each stage takes, what fits, and what is recommended.
+
+    plan = onecopy.plan("7.5B", devices=64)
+    print(plan)
+
+Closed formulas and the runtime's own layout, nothing is run: what a step does second by second is
+not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from onecopy.config import STAGES, Precision
+from onecopy.planner.options import PlanOptions
+from onecopy.planner.recommend import Recommendation, advice_for, recommend
+from onecopy.planner.rows import Question, Row, Way
+from onecopy.planner.shapes import ModelShape
+from onecopy.planner.sources import Origin, read_model
+
+__all__ = ["Plan", "plan"]
+
+
+def plan(model: Any, **settings: Any) -> Plan:
+    """What training `model` takes at each stage, and the fastest way that fits.
+
+    Args:
+        model: a number of parameters ("7.5B"), the path of a Hugging Face config.json or of a
+            folder with one, "module:function" (called on the meta device), a config object of
+            transformers, a module, or a function that returns one.
+        settings: fields of `onecopy.planner.options.PlanOptions`: devices, devices_per_node,
+            device_memory, sequence, micro_batch, accumulate, optimizer, precision,
+            checkpoint_activations, stage, layers, hidden.
+
+    Raises:
+        ConfigError: the model cannot be found or built, or a setting does not fit.
+    """
+    options = PlanOptions.make(settings)
+    shape, origin = read_model(model, options)
+    return Plan(question=Question(shape, options), origin=origin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answers to a question; `print` shows it as the command does, a notebook as a page."""
+
+    question: Question
+    origin: Origin
+
+    @property
+    def model(self) -> ModelShape:
+        """The model that was planned."""
+        return self.question.shape
+
+    @property
+    def options(self) -> PlanOptions:
+        """The circumstances."""
+        return self.question.options
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One for each stage; one more where what is recommended is none of them."""
+        found = self.recommended
+        if found is None or found.row in self._of_stages:
+            return self._of_stages
+        return (*self._of_stages, found.row)
+
+    @cached_property
+    def recommended(self) -> Recommendation | None:
+        """The fastest way that fits; None where none does: see `advice`."""
+        return recommend(self.question, self._all, self.origin)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What would help where nothing fits."""
+        if self.recommended is not None:
+            return ()
+        return advice_for(self.question, self._all)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed."""
+        notes = list(self.model.notes)
+        limit = self.model.transformer.context if self.model.transformer else None
+        sequence = self.question.batch.sequence
+        if limit is not None and sequence > limit:
+            notes.append(f"samples of {sequence} tokens are longer than the model's {limit}")
+        return tuple(notes)
+
+    @cached_property
+    def _of_stages(self) -> tuple[Row, ...]:
+        """A row for each stage: with activations kept, or computed again where that is needed."""
+        stages = STAGES if self.options.stage is None else (self.options.stage,)
+        found = []
+        for stage in stages:
+            rows = [row for row in self._all if row.stage == stage and not row.way.is_lean]
+            found.append(next((row for row in rows if row.fits), rows[-1]))
+        return tuple(found)
+
+    @cached_property
+    def _all(self) -> list[Row]:
+        return [self.question.row(way) for way in self._ways()]
+
+    def _ways(self) -> Iterator[Way]:
+        """Every way to train that is weighed, for each stage the one that takes most first."""
+        options = self.options
+        stages = STAGES if options.stage is None else (options.stage,)
+        recompute = {"auto": (False, True), "on": (True,), "off": (False,)}
+        choices = recompute[options.checkpoint_activations]
+        if self.model.transformer is None and options.checkpoint_activations == "auto":
+            # Nothing is known of activations, so nothing is known of what that would save.
+            choices = (False,)
+        policies = [options.policy]
+        if options.policy == Precision(compute="bf16"):
+            policies.append(replace(options.policy, master="bf16+16"))
+        for stage in stages:
+            for policy in policies:
+                for again in choices:
+                    yield Way(stage=stage, policy=policy, recompute=again)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, ready for `json.dumps`; memory and messages in bytes."""
+        found, batch = self.recommended, self.question.batch
+        return {
+            "model": {"name": self.model.name, "num_parameters": self.model.num_parameters},
+            "options": {**asdict(self.options), "precision": asdict(self.options.policy)},
+            "sequence": batch.sequence,
+            "capacity": self.options.capacity,
+            "rows": [_row_as_dict(row) for row in self.rows],
+            "recommended": None
+            if found is None
+            else {
+                **_row_as_dict(found.row),
+                "toml": found.toml,
+                "code": found.code,
+                "reasons": list(found.reasons),
+            },
+            "advice": list(self.advice),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from onecopy.planner.show import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from onecopy.planner.page import as_html
+
+        return as_html(self)
+
+
+def _row_as_dict(row: Row) -> dict[str, Any]:
+    way = row.way
+    return {
+        "stage": row.stage,
+        "recompute": way.recompute,
+        "precision": asdict(way.policy),
+        "memory": {**row.memory.by_kind(), "total": row.memory.total},
+        "fits": row.fits,
+        "paper_state_bytes": row.paper,
+        "sent": asdict(row.sent),
+        "messages": float(row.messages),
+        "largest_model": row.largest,
+    }

@@ -1,0 +1,239 @@
+"""The fastest way that fits: which one, why, and how it is written.
+
+Fastest means, in this order: the fewest elements sent; no activation computed twice; masters in
+one piece; the optimizer's step shared out over the ranks; no gathers; the least memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from onecopy.config import Config, Precision
+from onecopy.core.stages import STAGES
+from onecopy.planner.memory import KINDS
+from onecopy.planner.options import OPTIMIZERS
+from onecopy.planner.rows import Question, Row
+from onecopy.planner.sizes import amount, unit_for
+from onecopy.planner.sources import Origin
+
+__all__ = ["Recommendation", "advice_for", "recommend"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """A row, the configuration that gives it, and sentences that say why.
+
+    code: a script up to the training loop. toml: `config` as a file.
+    """
+
+    row: Row
+    config: Config
+    code: str
+    toml: str
+    reasons: tuple[str, ...]
+
+
+def recommend(question: Question, rows: Iterable[Row], origin: Origin) -> Recommendation | None:
+    """The first of the rows that fit, in the order above; None where none does.
+
+    Args:
+        rows: all that were considered, also those that do not fit: they are reasons.
+        origin: how code builds the model.
+    """
+    considered = sorted(rows, key=lambda row: _order(row, question.options.devices))
+    fitting = [row for row in considered if row.fits]
+    if not fitting:
+        return None
+    row = fitting[0]
+    config = Config(stage=row.stage, precision=row.way.policy)
+    return Recommendation(
+        row=row,
+        config=config,
+        code=_code(question, row, config, origin),
+        toml=config.to_toml(),
+        reasons=tuple(_reasons(question, row, considered)),
+    )
+
+
+def _order(row: Row, devices: int) -> tuple[object, ...]:
+    cut = STAGES[row.stage]
+    step = Fraction(1, devices) if cut.cut_optimizer else Fraction(1)
+    way = row.way
+    return (
+        *(row.messages, way.recompute, way.is_lean, step, cut.releases),
+        *(row.memory.total, row.stage),
+    )
+
+
+# Why --------------------------------------------------------------------------------------------
+
+
+def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[str]:
+    options, way = question.options, row.way
+    yield _reason_for_stage(row, considered, options.devices)
+    if way.recompute:
+        if options.checkpoint_activations == "on":
+            yield "activation checkpointing: as you asked"
+        else:
+            kept = question.row(replace(way, recompute=False))
+            yield (
+                "activation checkpointing: with all activations kept this takes "
+                f"{_needs(kept)}; it computes the blocks' forwards once more"
+            )
+    if way.is_lean:
+        plain = question.row(replace(way, policy=replace(way.policy, master=None)))
+        yield (
+            f'master="bf16+16": with whole fp32 masters this takes {_needs(plain)}; training is '
+            "the same to the last bit (docs/memory-lean.md)"
+        )
+    if way.policy.master == "bf16":
+        yield "bf16 masters: as you asked; small updates are lost (docs/memory-lean.md)"
+    elif way.policy.compute in ("bf16", "fp16"):
+        yield (
+            f"{way.policy.compute}: forward, backward and messages take 2 bytes an element; the "
+            "optimizer updates fp32 masters (docs/precision.md)"
+        )
+    if "fused" in OPTIMIZERS[options.optimizer][1]:
+        yield "fused=True: the optimizer's step makes no temporary tensors"
+    yield "init_sharded: no process builds the whole model, values are made unit by unit"
+
+
+def _reason_for_stage(row: Row, considered: list[Row], devices: int) -> str:
+    cut = STAGES[row.stage]
+    what = f"stage {row.stage} ({cut.name})"
+    if devices == 1:
+        return f"{what}: one device sends nothing and has nobody to share states with"
+    sent = f"{what}: a rank sends {float(row.messages):.3g} times the model's elements a step"
+    cheaper = {one.stage: one for one in considered if one.messages < row.messages}
+    if cheaper:
+        # The last one considered of each stage holds least.
+        needs = ", ".join(f"stage {stage} needs {_needs(one)}" for stage, one in cheaper.items())
+        return f"{sent}; less does not fit: {needs}"
+    alike = sorted({one.stage for one in considered if one.messages == row.messages})
+    if len(alike) == 1:
+        return f"{sent}, the least"
+    return (
+        f"{sent}, the least; of the stages that send so little ({', '.join(map(str, alike))}) it "
+        "fits, shares out the optimizer's step, and holds least"
+    )
+
+
+def _needs(row: Row) -> str:
+    unit = unit_for(row.memory.total)
+    return f"{amount(row.memory.total, unit)} of {amount(row.capacity, unit)} {unit}"
+
+
+def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
+    """Where nothing fits: what would change that, the nearest first."""
+    options = question.options
+    least = min(rows, key=lambda row: row.memory.total)
+    found = [f"stage {least.stage} comes nearest, with {_needs(least)}"]
+    parts = least.memory.by_kind()
+    largest = max(parts, key=lambda kind: parts[kind] or 0)
+    unit = unit_for(least.memory.total)
+    found.append(
+        f"the largest part of it is {KINDS[largest]}, {amount(parts[largest] or 0, unit)} {unit}"
+    )
+    if options.checkpoint_activations == "off":
+        found.append("let activations be computed again: --checkpoint-activations auto")
+    if options.micro_batch > 1:
+        found.append("compute fewer samples at a time: --micro-batch 1, and --accumulate more")
+    enough = _enough_devices(question, least)
+    if enough:
+        found.append(f"{enough} devices like these would do at stage {least.stage}")
+    found.append(
+        "step_in_backward=True keeps no gradients (docs/memory-lean.md says what it asks of a loop)"
+    )
+    return tuple(found)
+
+
+def _enough_devices(question: Question, row: Row) -> int | None:
+    """The first doubling of the devices on which a row would fit, if more of them help."""
+    options = question.options
+    devices = options.devices
+    for _ in range(8):
+        devices *= 2
+        per_node = options.cluster.devices_per_node
+        more = replace(options, devices=devices, devices_per_node=per_node)
+        other = Question(question.shape, more)
+        if other.memory(row.way, question.shape).total <= options.capacity:
+            return devices
+    return None
+
+
+# How --------------------------------------------------------------------------------------------
+
+DEVICE = """\
+if torch.accelerator.is_available():
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+"""
+
+
+def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
+    """A script that runs under torchrun, up to the training loop."""
+    cluster = question.options.cluster
+    nodes = cluster.devices // cluster.devices_per_node
+    launch = f"torchrun --nproc-per-node={cluster.devices_per_node} train.py"
+    if nodes > 1:
+        launch = launch.replace("torchrun", f"torchrun --nnodes={nodes}")
+    wrapping, more = _checkpointing(question, row, origin)
+    third = [line for line in (*origin.imports, *more) if line.startswith("from ")]
+    own = [line for line in origin.imports if not line.startswith("from ")]
+    first = ["import os"] + (["from functools import partial"] if wrapping and more else [])
+    optimizer = OPTIMIZERS[question.options.optimizer][1]
+    return "\n".join(
+        [
+            f"# {launch}" + (" on each node" if nodes > 1 else ""),
+            *first,
+            "",
+            "import torch",
+            *third,
+            "",
+            *own,
+            "import onecopy",
+            "",
+            DEVICE,
+            "with onecopy.init_sharded():",
+            f"    model = {origin.build}",
+            *wrapping,
+            f"optimizer = torch.optim.{optimizer}",
+            f"onecopy.shard(model, optimizer, stage={config.stage}, "
+            f"precision={_written(config.precision_policy)})",
+            "",
+        ]
+    )
+
+
+def _checkpointing(
+    question: Question, row: Row, origin: Origin
+) -> tuple[list[str], tuple[str, ...]]:
+    """Lines that switch activation checkpointing on, and what they import."""
+    if not row.way.recompute:
+        return [], ()
+    if origin.is_hugging_face:
+        return ["model.activation_checkpointing_enable()"], ()
+    blocks = [
+        unit.name.rpartition(".")
+        for unit in question.shape.units
+        if unit.count > 1 and unit.name.rpartition(".")[2].isdigit()
+    ]
+    if not blocks:
+        return [
+            "# in your model: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
+        ], ()
+    lines = []
+    for container in dict.fromkeys(name for name, _, _ in blocks):
+        lines += [
+            f'for block in model.get_submodule("{container}"):',
+            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
+        ]
+    return lines, ("from torch.utils.checkpoint import checkpoint",)
+
+
+def _written(policy: Precision) -> str:
+    """A policy as an argument of shard, as short as it can be."""
+    if policy == Precision(compute=policy.compute):
+        return f'"{policy.compute}"' if policy.compute else "None"
+    return f"onecopy.{policy.written()}"

@@ -1,0 +1,77 @@
+"""A plan as text: a table, what was assumed, and the recommendation."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from onecopy.planner.figures import footnotes, heading, label, lines, unit_of
+from onecopy.planner.plan import Plan
+from onecopy.planner.recommend import Recommendation
+
+__all__ = ["as_text", "print_plan"]
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Print all of a plan."""
+    console.print(Text(heading(plan), style="bold"), soft_wrap=True)
+    console.print()
+    console.print(_table(plan))
+    for line in footnotes(plan):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    console.print()
+    if plan.recommended is None:
+        console.print(Text("Nothing fits", style="bold red"))
+        _print_list(console, plan.advice)
+    else:
+        _print_recommended(console, plan.recommended)
+
+
+def as_text(plan: Plan) -> str:
+    """The same as a string, without colours."""
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_plan(console, plan)
+    assert isinstance(console.file, io.StringIO), "it was made here"
+    return console.file.getvalue().rstrip()
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column(f"{unit_of(plan)} per rank", no_wrap=True)
+    chosen = None if plan.recommended is None else plan.recommended.row
+    for row in plan.rows:
+        style = "green" if row == chosen else "" if row.fits else "dim"
+        table.add_column(label(row), justify="right", no_wrap=True, style=style)
+    for line in lines(plan):
+        table.add_row(line.name, *line.cells, style="bold" if line.is_sum else "")
+    return table
+
+
+def _print_recommended(console: Console, found: Recommendation) -> None:
+    console.print(Text(f"Recommended: {label(found.row).rstrip('*+')}", style="bold"))
+    _print_list(console, found.reasons)
+    console.print()
+    _print_code(console, found.code, "python")
+    console.print()
+    console.print(Text("The same for onecopy.Config.from_toml:", style="dim"))
+    _print_code(console, found.toml, "toml")
+
+
+def _print_list(console: Console, sentences: Sequence[str]) -> None:
+    for sentence in sentences:
+        console.print(Text(f"- {sentence}"), soft_wrap=True)
+
+
+def _print_code(console: Console, code: str, language: str) -> None:
+    # Ready to paste: no frame, and lines end where they end.
+    if console.is_terminal:
+        syntax = Syntax(code.rstrip(), language, background_color="default", theme="ansi_dark")
+        console.print(syntax, soft_wrap=True)
+    else:
+        console.print(Text(code.rstrip()), soft_wrap=True)

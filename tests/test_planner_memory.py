@@ -1,0 +1,169 @@
+"""What the planner says a rank holds and sends, against ranks that train."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import onecopy
+import onecopy.errors
+import onecopy.events
+from onecopy.config import MASTERS, Precision
+from onecopy.core.precision import dtypes_of
+from onecopy.events import Event
+from onecopy.planner import estimate
+from onecopy.planner.memory import Cluster, Memory, Sent, memory_of, sent_by
+from onecopy.planner.modules import units_of, widths_of_dtypes
+from onecopy.planner.options import PlanOptions
+from onecopy.planner.shapes import ModelShape
+from onecopy.report import memory
+from tests.live_tensors import LiveTensors
+from tests.pool import Pool
+
+
+class Tall(nn.Module):
+    """Large weights and few values between them: a tied embedding, blocks, a frozen one."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(500, 128)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 300), nn.Tanh(), nn.Linear(300, 128)) for _ in range(6)
+        )
+        self.head = nn.Linear(128, 500, bias=False)
+        self.head.weight = self.embedding.weight
+        if frozen:
+            self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embedding(x)
+        for block in self.blocks:
+            y = y + block(y)
+        return self.head(y)
+
+
+@dataclass
+class Found:
+    """What one rank saw, and what was planned for it."""
+
+    held: memory.StateBytes
+    peak: int
+    sent: int
+    planned: Memory
+    planned_sent: Sent
+
+
+def _backward(model: nn.Module) -> None:
+    model(torch.arange(4)).float().square().mean().backward()
+
+
+def trained(
+    stage: int, world: int, precision: Precision | str, frozen: bool, backwards: int
+) -> Found:
+    """A rank that has trained for three steps; the last one was watched."""
+    with LiveTensors() as live:
+        model = Tall(frozen)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        options = PlanOptions(devices=world, precision=precision)
+        shape = ModelShape(name="tall", units=units_of(model, options))
+        onecopy.shard(model, optimizer, stage=stage, precision=precision)
+        events: list[Event] = []
+        for step in range(3):
+            if step == 2:
+                onecopy.events.add_sink(model, events.append)
+                live.reset_peak()
+            for _ in range(backwards):
+                _backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = live.peak_bytes
+        sent = sum(one.num_bytes for one in events if one.kind in ("gather", "refresh", "reduce"))
+        _backward(model)
+        held = memory.measure(model, optimizer)
+    widths = estimate.widths_of(options.policy, options.optimizer_states)
+    return Found(
+        held=held,
+        peak=peak,
+        sent=sent,
+        planned=memory_of(shape, stage, options.cluster, widths, backwards),
+        planned_sent=sent_by(shape, stage, options.cluster, widths, backwards),
+    )
+
+
+@pytest.mark.sampled(
+    "world, stage, precision, frozen, backwards",
+    list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3), ("fp32", "bf16"), (False, True), (1, 2))),
+    12,
+    always=[(4, stage, "bf16", False, 1) for stage in (0, 1, 2, 3)]
+    + [(2, 3, "fp32", True, 2), (2, 1, "bf16", True, 1)],
+)
+def test_a_rank_holds_and_sends_what_was_planned(
+    pool: Pool, world: int, stage: int, precision: str, frozen: bool, backwards: int
+) -> None:
+    for found in pool.run(world, trained, stage, world, precision, frozen, backwards):
+        held, planned = found.held, found.planned
+        assert (held.parameters, held.gradients) == (planned.parameters, planned.gradients)
+        # Adam's two moments exist for pieces only: padding has none.
+        assert 0 <= planned.optimizer - held.optimizer < 2 * 4 * 9 * 16 * world
+        assert found.sent == found.planned_sent.total
+        values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
+        assert found.peak <= planned.total + 2 * values
+        assert planned.total <= 1.15 * found.peak
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Precision(compute="bf16", master="bf16+16"),
+        Precision(compute="bf16", gradient="bf16"),
+        Precision(compute="bf16", master="bf16"),
+        Precision(compute="bf16", reduce="fp32"),
+    ],
+    ids=["bf16+16", "bf16 gradients", "bf16 masters", "fp32 on the wire"],
+)
+def test_memory_lean_modes(pool: Pool, stage: int, policy: Precision) -> None:
+    for found in pool.run(2, trained, stage, 2, policy, False, 1):
+        held, planned = found.held, found.planned
+        # A split master keeps a few exact values beside its remainders.
+        extra = held.parameters - planned.parameters
+        assert 0 <= extra < 0.01 * planned.parameters
+        assert held.gradients == planned.gradients
+        assert found.sent == found.planned_sent.total
+
+
+@pytest.mark.parametrize("compute", [None, "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("reduce", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("gradient", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("master", [None, *MASTERS])
+def test_widths_are_those_of_the_runtime(
+    compute: str | None, reduce: str | None, gradient: str | None, master: str | None
+) -> None:
+    try:
+        policy = Precision(compute=compute, reduce=reduce, gradient=gradient, master=master)
+    except onecopy.errors.ConfigError:
+        pytest.skip("no such policy")
+    if master not in (None, "fp32") and compute != "bf16":
+        pytest.skip("refused by shard for fp32 parameters")
+    of_runtime = widths_of_dtypes(dtypes_of(nn.Parameter(torch.zeros(1)), policy), 2)
+    assert estimate.widths_of(policy, 2) == of_runtime
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_crosses_nodes(stage: int) -> None:
+    """Of the seven others, three share the node: each gets as much."""
+    shape = ModelShape(name="tall", units=units_of(Tall(False), PlanOptions()))
+    widths = estimate.BF16
+    cluster = Cluster(devices=8, devices_per_node=4)
+    sent = sent_by(shape, stage, cluster, widths, 1)
+    assert sent.inside * 4 == sent.across * 3
+    alone = sent_by(shape, stage, Cluster(devices=8, devices_per_node=8), widths, 1)
+    assert (alone.across, alone.inside) == (0, sent.total)
+    elements = estimate.elements_sent(stage, 8)
+    # Padding and flags come on top.
+    assert 1 <= sent.total / (2 * shape.num_parameters * elements) < 1.01
