@@ -304,15 +304,6 @@ def _plan(options: CommandOptions) -> None:
 
 COMMANDS = (
     Command(
-        name="plan",
-        summary="say what a model needs at each stage, what fits, and what to choose",
-        description="Calculates, before anything is started, the memory of each rank and the bytes "
-        "that it sends at each stage, the largest model that fits, and the fastest configuration "
-        "that does, as code to paste.",
-        options=CommandOptions,
-        run=_plan,
-    ),
-    Command(
         name="train",
         summary="train a small GPT on text, and show memory and traffic beside the formulas",
         description="Trains a byte-level GPT on text and shows, beside the loss, the memory of "
@@ -320,6 +311,15 @@ COMMANDS = (
         "torchrun's processes; else it starts its own.",
         options=TrainOptions,
         run=_train,
+    ),
+    Command(
+        name="plan",
+        summary="say what a model needs at each stage, what fits, and what to choose",
+        description="Calculates, before anything is started, the memory of each rank and the bytes "
+        "that it sends at each stage, the largest model that fits, and the fastest configuration "
+        "that does, as code to paste.",
+        options=CommandOptions,
+        run=_plan,
     ),
     CommandGroup(
         name="checkpoint",

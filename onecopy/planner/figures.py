@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from onecopy.planner.memory import KINDS
-from onecopy.planner.plan import Plan
-from onecopy.planner.rows import Row
 from onecopy.planner.sizes import amount, shown, unit_for
+
+if TYPE_CHECKING:
+    from onecopy.planner.plan import Plan
+    from onecopy.planner.rows import Row
 
 __all__ = ["Line", "footnotes", "heading", "label", "lines", "unit_of"]
 

@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, tuple[int, str]] = {
     "adam": (2, "Adam(model.parameters(), lr=3e-4, fused=True)"),
     "adamax": (2, "Adamax(model.parameters(), lr=3e-4)"),
     "rmsprop": (1, "RMSprop(model.parameters(), lr=3e-4)"),
-    "adagrad": (1, "Adagrad(model.parameters(), lr=1e-2, fused=True)"),
+    "adagrad": (1, "Adagrad(model.parameters(), lr=1e-2)"),
     "momentum": (1, "SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"),
     "sgd": (0, "SGD(model.parameters(), lr=0.1, fused=True)"),
 }

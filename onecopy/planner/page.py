@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
 from onecopy.planner.figures import footnotes, heading, label, lines, unit_of
 from onecopy.planner.memory import KINDS
-from onecopy.planner.plan import Plan
-from onecopy.planner.rows import Row
 from onecopy.planner.sizes import amount
+
+if TYPE_CHECKING:
+    from onecopy.planner.plan import Plan
+    from onecopy.planner.rows import Row
 
 __all__ = ["as_html", "as_page", "as_svg"]
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from onecopy.config import STAGES, Precision
@@ -93,12 +95,9 @@ class Plan:
     @cached_property
     def _of_stages(self) -> tuple[Row, ...]:
         """A row for each stage: with activations kept, or computed again where that is needed."""
-        stages = STAGES if self.options.stage is None else (self.options.stage,)
-        found = []
-        for stage in stages:
-            rows = [row for row in self._all if row.stage == stage and not row.way.is_lean]
-            found.append(next((row for row in rows if row.fits), rows[-1]))
-        return tuple(found)
+        plain = (row for row in self._all if not row.way.is_lean)
+        of_stages = [list(rows) for _, rows in groupby(plain, key=attrgetter("stage"))]
+        return tuple(next((row for row in rows if row.fits), rows[-1]) for rows in of_stages)
 
     @cached_property
     def _all(self) -> list[Row]:

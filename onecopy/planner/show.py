@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from onecopy.planner.figures import footnotes, heading, label, lines, unit_of
-from onecopy.planner.plan import Plan
-from onecopy.planner.recommend import Recommendation
+
+if TYPE_CHECKING:
+    from onecopy.planner.plan import Plan
+    from onecopy.planner.recommend import Recommendation
 
 __all__ = ["as_text", "print_plan"]
 

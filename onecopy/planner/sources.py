@@ -56,7 +56,7 @@ def read_model(model: Any, options: PlanOptions) -> tuple[ModelShape, Origin]:
         return _from_text(str(model), options)
     if hasattr(model, "to_dict") and hasattr(model, "model_type"):
         return _from_config(model.to_dict(), type(model).__name__, options, None)
-    if hasattr(model, "named_parameters"):
+    if hasattr(model, "named_parameters") and not isinstance(model, type):
         return _shape_of_module(model, type(model).__name__, options), Origin()
     if callable(model):
         name = getattr(model, "__name__", type(model).__name__)

@@ -1,0 +1,474 @@
+"""The plan: its figures, what it recommends, how it looks, and that its code runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onecopy
+import onecopy.handle
+from onecopy import cli
+from onecopy.errors import ConfigError
+from onecopy.planner import page
+from onecopy.planner.options import PlanOptions
+from onecopy.planner.sizes import parse_parameters
+from tests.pool import Pool
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 128,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with the config of a tiny model."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """A model of somebody's own, for module:function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build_model() -> nn.Module:
+    return Net()
+
+
+def fails() -> nn.Module:
+    raise RuntimeError("the weights are at home")
+
+
+def three() -> int:
+    return 3
+
+
+# Figures ----------------------------------------------------------------------------------------
+
+
+def test_zero_figure_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main("plan 7.5B --devices 64".split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in printed if line.startswith("states in the ZeRO paper")]
+    assert line.split()[-4:] == ["120.0", "31.4", "16.6", "1.9"]
+
+
+def test_what_onecopy_holds_is_said_beside_it() -> None:
+    plan = onecopy.plan("7.5B", devices=64)
+    billions = [7.5 * factor for factor in (18, 4 + 16 / 64, 2 + 16 / 64, 16 / 64)]
+    held = [row.memory.states / 1e9 for row in plan.rows]
+    # Padding and flags come on top.
+    assert held == pytest.approx(billions, rel=1e-4)
+    assert all(one >= other for one, other in zip(held, billions, strict=True))
+
+
+def test_full_precision_has_no_figure_in_the_paper() -> None:
+    plan = onecopy.plan("1B", devices=4, precision="fp32")
+    assert [row.paper for row in plan.rows] == [None] * 4
+    held = [row.memory.states / 1e9 for row in plan.rows]
+    assert held == pytest.approx([16, 8 + 12 / 4, 4 + 12 / 4, 16 / 4], rel=1e-4)
+    assert "ZeRO paper" not in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"), [("adamw", 2), ("rmsprop", 1), ("momentum", 1), ("sgd", 0)]
+)
+def test_states_of_the_optimizer(optimizer: str, states: int) -> None:
+    row = onecopy.plan("1B", optimizer=optimizer, stage=0).rows[0]
+    assert row.memory.optimizer == pytest.approx(4e9 * states, rel=1e-4)
+    assert row.paper == pytest.approx((2 + 2 + 4 + 4 * states) * 1e9)
+
+
+def test_layers_and_hidden_say_how_a_size_is_cut() -> None:
+    plan = onecopy.plan("1.5B", layers=48, hidden=1600, devices=4)
+    embedding, blocks = plan.model.units
+    assert (blocks.count, sum(blocks.numels)) == (48, 12 * 1600**2 + 13 * 1600)
+    assert plan.model.num_parameters == 1_500_000_000
+    assert sum(embedding.numels) == 1_500_000_000 - 48 * sum(blocks.numels)
+    assert not any("assumed" in note for note in plan.notes)
+    # More blocks than the size has room for are lighter ones.
+    assert onecopy.plan("1.0B", layers=48, hidden=1600).model.units[-1].count == 48
+
+
+def test_samples_make_activations_and_nothing_else() -> None:
+    one, four = (onecopy.plan("1B", devices=8, micro_batch=n, stage=2).rows[0] for n in (1, 4))
+    assert four.memory.activations == 4 * (one.memory.activations or 0)
+    assert four.memory.states == one.memory.states
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 8, 48])
+def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, devices: int) -> None:
+    settings: dict[str, Any] = {"devices": devices, "stage": stage, "device_memory": "24GB"}
+    plan = onecopy.plan("1.3B", layers=24, hidden=2048, **settings)
+    largest = plan.rows[0].largest
+    assert largest is not None
+    embedding, block = (sum(unit.numels) for unit in plan.model.units)
+    layers, rest = divmod(largest - embedding, block)
+    assert rest == 0
+    for more, fits in ((0, True), (1, False)):
+        size = embedding + (layers + more) * block
+        other = onecopy.plan(
+            size, layers=layers + more, hidden=2048, checkpoint_activations="on", **settings
+        )
+        assert other.model.num_parameters == size
+        assert other.rows[0].fits is fits
+
+
+def test_nodes() -> None:
+    rows = [onecopy.plan("1B", devices=16, devices_per_node=n, stage=3).rows[0] for n in (4, 16)]
+    assert rows[0].sent.total == rows[1].sent.total
+    assert rows[0].sent.across == rows[0].sent.total * 12 // 15
+    assert rows[1].sent.across == 0
+
+
+# What is recommended ------------------------------------------------------------------------------
+
+
+def chosen(**settings: Any) -> tuple[int, bool, str | None]:
+    found = onecopy.plan("7.5B", **settings).recommended
+    assert found is not None
+    return found.row.stage, found.row.way.recompute, found.config.precision_policy.master
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"devices": 1, "device_memory": "200GB"}, (0, False, None)),
+        # The same bytes are sent at stages 0 to 2; 2 holds least.
+        ({"devices": 64, "device_memory": "200GB"}, (2, False, None)),
+        ({"devices": 64, "device_memory": "28GB"}, (2, False, None)),
+        # Less is sent than at stage 3, at whatever else it costs.
+        ({"devices": 64, "device_memory": "27.6GB"}, (2, False, "bf16+16")),
+        ({"devices": 64, "device_memory": "20GB"}, (2, True, None)),
+        ({"devices": 64, "device_memory": "14GB"}, (3, False, None)),
+        ({"devices": 64, "device_memory": "8GB"}, (3, True, None)),
+        ({"devices": 64, "device_memory": "14GB", "checkpoint_activations": "on"}, (3, True, None)),
+        # Stages 1 and 2 send k + 1 times the model, stage 0 sends 2k times.
+        ({"devices": 8, "accumulate": 4, "device_memory": "200GB"}, (2, False, None)),
+    ],
+)
+def test_the_fastest_that_fits(
+    settings: dict[str, Any], expected: tuple[int, bool, str | None]
+) -> None:
+    assert chosen(**settings) == expected
+
+
+def test_reasons_name_what_was_set_aside() -> None:
+    found = onecopy.plan("7.5B", devices=64, device_memory="8GB").recommended
+    assert found is not None
+    text = "\n".join(found.reasons)
+    for words in ("less does not fit: stage 2 needs", "activation checkpointing: with all", "bf16"):
+        assert words in text
+
+
+def test_what_helps_where_nothing_fits() -> None:
+    plan = onecopy.plan("70B", devices=2, device_memory="40GB", micro_batch=4)
+    assert plan.recommended is None
+    text = "\n".join(plan.advice)
+    for words in ("comes nearest", "--micro-batch 1", "128 devices like these would do"):
+        assert words in text
+    assert "Nothing fits" in str(plan)
+    assert "Nothing fits" in plan._repr_html_()
+    assert plan.to_json()["recommended"] is None
+    assert onecopy.plan("70B", devices=128, device_memory="40GB").recommended is not None
+
+
+# Where models come from ---------------------------------------------------------------------------
+
+
+def test_all_ways_to_name_a_model(llama: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the test extra")
+    folder = onecopy.plan(llama)
+    for same in (str(llama), llama / "config.json"):
+        assert onecopy.plan(same).model.units == folder.model.units
+    config = transformers.LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
+    model = transformers.LlamaForCausalLM(config)
+    assert folder.model.num_parameters == sum(p.numel() for p in model.parameters())
+    for other in (config, model, lambda: transformers.LlamaForCausalLM(config)):
+        found = onecopy.plan(other)
+        assert [row.memory for row in found.rows] == [row.memory for row in folder.rows]
+    assert onecopy.plan(7_500_000_000).model.num_parameters == 7_500_000_000
+
+
+def test_a_function_is_called_where_tensors_have_no_memory() -> None:
+    plan = onecopy.plan("tests.test_plan:build_model", devices=2)
+    assert plan.model.num_parameters == sum(p.numel() for p in Net().parameters())
+    assert [unit.name for unit in plan.model.units if unit.count > 1] == ["blocks.0"]
+    # How wide its values are is not known.
+    assert plan.rows[0].memory.activations is None
+    assert "Activations are not counted" in str(plan)
+    assert onecopy.plan(Net, layers=4, hidden=64).rows[0].memory.activations
+
+
+def test_frozen_parameters_have_no_states() -> None:
+    model = Net().requires_grad_(False)
+    model.head.requires_grad_(True)
+    trainable = sum(p.numel() for p in model.head.parameters())
+    row = onecopy.plan(model, stage=0, precision="fp32").rows[0]
+    assert row.memory.optimizer < 8 * trainable + 8 * 64
+    assert row.memory.parameters >= 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_other_families_are_built_without_memory(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the test extra")
+    config = {
+        **{key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")},
+        "model_type": "olmo2",
+        "pad_token_id": 0,
+    }
+    file = tmp_path / "olmo.json"
+    file.write_text(json.dumps(config))
+    plan = onecopy.plan(file, devices=2)
+    assert plan.model.num_parameters > 200_000
+    assert [unit.count for unit in plan.model.units if unit.count > 1] == [4]
+    assert any("not known" in note for note in plan.notes)
+    assert "Olmo2ForCausalLM(AutoConfig" in (plan.recommended.code if plan.recommended else "")
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        ("7.5Q", "write it as 7.5B"),
+        ("0B", "no model size"),
+        ("gpt2-xl", "there is no file or folder"),
+        ("no/such/config.json", "there is no file or folder"),
+        ("no_such_module:build", "importing no_such_module failed"),
+        ("tests.test_plan:nothing", "has no 'nothing'"),
+        ("tests.test_plan:LLAMA", "is a dict, not a function"),
+        ("tests.test_plan:fails", "the weights are at home"),
+        ("tests.test_plan:three", "returned a int"),
+        (3.5, "give a size"),
+        (nn.ReLU, "has no parameters"),
+    ],
+)
+def test_models_that_cannot_be_planned(model: Any, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        onecopy.plan(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "has no model_type"),
+        ('{"hidden_size": 3}', "has no model_type"),
+        ('{"model_type": "llama", "hidden_size": 0}', "hidden_size=0: give a whole number"),
+        ('{"model_type": "no_such_family"}', "cannot build a model of type 'no_such_family'"),
+    ],
+)
+def test_configs_that_cannot_be_read(tmp_path: Path, text: str, advice: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=advice):
+        onecopy.plan(tmp_path)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json in"):
+        onecopy.plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"devises": 2}, "Did you mean 'devices'"),
+        ({"devices": 0}, "--devices is 0: give 1 or more"),
+        ({"devices": 12}, "say --devices-per-node too"),
+        ({"devices": 8, "devices_per_node": 3}, "leaves a node with 2"),
+        ({"device_memory": "much"}, "no size: say 5GB"),
+        ({"micro_batch": 0}, "--micro-batch is 0"),
+        ({"optimizer": "sophia"}, "choose one of adamw"),
+        ({"precision": "fp8"}, "choose one of fp32, bf16"),
+        ({"stage": 4}, "choose one of 0, 1, 2, 3"),
+        ({"checkpoint_activations": "maybe"}, "choose one of auto, on, off"),
+    ],
+)
+def test_bad_settings_give_advice(settings: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        onecopy.plan("1B", **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7.5B", 7_500_000_000),
+        ("350m", 350_000_000),
+        ("1.5 T", 15 * 10**11),
+        ("124_439_808", 124439808),
+    ],
+)
+def test_sizes(text: str, number: int) -> None:
+    assert parse_parameters(text) == number
+
+
+def test_policies_from_code() -> None:
+    policy = onecopy.Precision(compute="bf16", gradient="bf16")
+    plan = onecopy.plan("1B", devices=4, precision=policy)
+    assert plan.rows[2].memory.states == pytest.approx((2 + 14 / 4) * 1e9, rel=1e-4)
+    assert plan.recommended is not None
+    assert 'onecopy.Precision(compute="bf16", gradient="bf16")' in plan.recommended.code
+
+
+# How it looks -----------------------------------------------------------------------------------
+
+
+def test_sizes_and_configs_need_no_torch(llama: Path) -> None:
+    program = (
+        "import sys\n"
+        "from onecopy import cli\n"
+        f"for model in ('7.5B', {str(llama)!r}):\n"
+        "    assert cli.main(['plan', model, '--devices', '64', '--html', sys.argv[1]]) == 0\n"
+        "    assert cli.main(['plan', model, '--json']) == 0\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(llama / "plan.html")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_json(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(llama), "--devices", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = onecopy.plan(llama, devices=2)
+    assert found == json.loads(json.dumps(plan.to_json()))
+    row = found["rows"][1]
+    assert sum(v for k, v in row["memory"].items() if k != "total") == row["memory"]["total"]
+    assert onecopy.Config.from_toml(found["recommended"]["toml"]).stage == 2
+
+
+@pytest.mark.parametrize("memory", ["80GB", "5MB", "2MB"])
+def test_pages(llama: Path, memory: str) -> None:
+    plan = onecopy.plan(llama, devices=2, device_memory=memory)
+    part = plan._repr_html_()
+    # Well-formed: every tag ends.
+    tree = ElementTree.fromstring(part)
+    assert len(tree.findall(".//table//tr")) > 10
+    picture = ElementTree.fromstring(page.as_svg(plan))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [bar for bar in picture.findall(f"{space}rect") if bar.find(f"{space}title") is not None]
+    kinds = [value for row in plan.rows for value in row.memory.by_kind().values() if value]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert len(widths) == len(kinds)
+    scale = sum(widths) / sum(kinds)
+    assert widths == pytest.approx([scale * value for value in kinds], abs=0.01)
+    assert page.as_page(plan).startswith("<!DOCTYPE html>")
+    assert part in page.as_page(plan)
+
+
+def test_a_page_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main("plan 1B --html no/such/folder/plan.html".split()) == 2
+    assert "make the folder first" in capsys.readouterr().err
+
+
+def test_names_of_models_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "<b>"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert "&lt;b&gt;" in onecopy.plan(folder)._repr_html_()
+    assert "<b>" not in onecopy.plan(folder)._repr_html_()
+
+
+# The code runs ----------------------------------------------------------------------------------
+
+
+def run_code(code: str, toml: str, kind: str) -> tuple[float, float, int, str | None, int]:
+    """Run recommended code and train: two losses, stage, master, and forwards a backward."""
+    space: dict[str, Any] = {"build_model": build_model}
+    exec(compile(code, "<recommended>", "exec"), space)
+    model, optimizer = space["model"], space["optimizer"]
+    config = onecopy.handle.of(model).engine.config
+    assert onecopy.Config.from_toml(toml) == config
+    forwards = []
+    first = next(m for m in model.modules() if m is not model and type(m) is nn.Linear)
+    first.register_forward_pre_hook(lambda *_: forwards.append(1))
+    torch.manual_seed(torch.distributed.get_rank())
+    losses = []
+    for _ in range(12):
+        if kind == "llama":
+            ids = torch.arange(32).view(2, 16)
+            loss = model(input_ids=ids, labels=ids).loss
+        else:
+            loss = (model(torch.ones(4, 64)).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    master = config.precision_policy.master
+    return losses[0], losses[-1], config.stage, master, len(forwards) // 12
+
+
+CASES = [
+    ("llama", {"device_memory": "80GB"}),
+    ("llama", {"checkpoint_activations": "on"}),
+    ("llama", {"stage": 3, "checkpoint_activations": "on"}),
+    ("llama", {"stage": 0, "optimizer": "momentum", "precision": "fp32"}),
+    ("tests.test_plan:build_model", {"stage": 3, "checkpoint_activations": "on"}),
+    ("tests.test_plan:Net", {"stage": 1, "optimizer": "adagrad"}),
+    ("133K", {"stage": 2, "optimizer": "rmsprop"}),
+    ("133K", {"device_memory": "1.07MB", "sequence": 1, "layers": 4, "hidden": 4}),
+]
+
+
+@pytest.mark.parametrize(("model", "settings"), CASES)
+def test_recommended_code_runs(
+    pool: Pool, llama: Path, model: str, settings: dict[str, Any]
+) -> None:
+    if model == "llama":
+        pytest.importorskip("transformers", reason="the test extra")
+    plan = onecopy.plan(llama if model == "llama" else model, devices=2, **settings)
+    found = plan.recommended
+    assert found is not None
+    again = found.row.way.recompute and "get_submodule" in found.code
+    for before, after, stage, master, forwards in pool.run(
+        2, run_code, found.code, found.toml, model
+    ):
+        assert after < before
+        assert (stage, master) == (found.row.stage, found.config.precision_policy.master)
+        assert forwards == (2 if again or "checkpointing_enable" in found.code else 1)
+
+
+def test_options_are_documented() -> None:
+    page_text = (Path(__file__).parent.parent / "docs/planner.md").read_text()
+    for name in PlanOptions.__dataclass_fields__:
+        assert f"`--{name.replace('_', '-')}`" in page_text, name
