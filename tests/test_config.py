@@ -1,0 +1,63 @@
+"""Configurations as TOML: what is written is read, and mistakes are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onecopy import Config, Precision
+from onecopy.errors import ConfigError
+
+CONFIGS = [
+    Config(),
+    Config(stage=2, precision="bf16", max_grad_norm=1.0, prefetch_bytes=0),
+    Config(units=("layers.*", 'a "quoted" one'), keep_gathered=("tower",), whole_parameters=True),
+    Config(
+        stage=0,
+        precision=Precision(compute="fp16", keep_fp32=("LayerNorm",), loss_scale=8.0),
+        step_in_backward="two-pass",
+        max_grad_norm=0.5,
+    ),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_is_written_is_read(config: Config, tmp_path: Path) -> None:
+    text = config.to_toml()
+    assert Config.from_toml(text) == config
+    file = tmp_path / "onecopy.toml"
+    file.write_text(text)
+    assert Config.from_toml(file) == Config.from_toml(str(file)) == config
+
+
+def test_only_what_was_changed_is_written() -> None:
+    text = Config(precision=Precision(compute="bf16", master="bf16+16")).to_toml()
+    assert text == 'stage = 3\n\n[precision]\ncompute = "bf16"\nmaster = "bf16+16"\n'
+
+
+def test_short_forms_are_read() -> None:
+    assert Config.from_toml('precision = "bf16"\n') == Config(precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("stage = 4\n", "stage=4 is not one of"),
+        ("stagee = 2\n", "Did you mean 'stage'"),
+        ("[precision]\ncomputes = 'bf16'\n", r"Did you mean 'precision\.compute'"),
+        ("stage 2\n", "the text is not TOML"),
+        ("no/such/file.toml", r"no/such/file\.toml cannot be read"),
+    ],
+)
+def test_mistakes_are_told(text: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        Config.from_toml(text)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Precision(), Precision(compute="bf16", keep_fp32=("a", "b"), cast_inputs=False)],
+)
+def test_policies_as_code(policy: Precision) -> None:
+    assert eval(policy.written()) == policy
