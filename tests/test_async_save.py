@@ -34,7 +34,7 @@ from onecopy.checkpoint.source import open_source
 from onecopy.errors import CheckpointError, ConfigError, SavePendingError
 from onecopy.events import Event
 from onecopy.memory.host_buffer import MIN_BLOCK_BYTES, HostBuffer, HostTensor, _powers_of_two
-from tests.live_tensors import LiveTensors
+from onecopy.memory.live_tensors import LiveTensors
 from tests.pool import REPOSITORY, Pool
 from tests.runs import OPTIMIZERS, full_values
 
