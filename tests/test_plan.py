@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -446,7 +447,7 @@ CASES = [
     ("tests.test_plan:build_model", {"stage": 3, "checkpoint_activations": "on"}),
     ("tests.test_plan:Net", {"stage": 1, "optimizer": "adagrad"}),
     ("133K", {"stage": 2, "optimizer": "rmsprop"}),
-    ("133K", {"device_memory": "1.07MB", "sequence": 1, "layers": 4, "hidden": 4}),
+    ("133K", {"device_memory": "1.95MB", "sequence": 1, "layers": 4, "hidden": 4}),
 ]
 
 
@@ -472,3 +473,10 @@ def test_options_are_documented() -> None:
     page_text = (Path(__file__).parent.parent / "docs/planner.md").read_text()
     for name in PlanOptions.__dataclass_fields__:
         assert f"`--{name.replace('_', '-')}`" in page_text, name
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page_text = (Path(__file__).parent.parent / "docs/planner.md").read_text()
+    (shown,) = re.findall(r"```console\n\$ onecopy (.*?)\n(.*?)```", page_text, re.DOTALL)
+    assert cli.main(shown[0].split()) == 0
+    assert capsys.readouterr().out.rstrip() == shown[1].rstrip()

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from onecopy.config import STAGES, Precision
+from onecopy.core.stages import STAGES as TABLE
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.recommend import Recommendation, advice_for, recommend
 from onecopy.planner.rows import Question, Row, Way
@@ -112,11 +113,12 @@ class Plan:
         if self.model.transformer is None and options.checkpoint_activations == "auto":
             # Nothing is known of activations, so nothing is known of what that would save.
             choices = (False,)
-        policies = [options.policy]
-        if options.policy == Precision(compute="bf16"):
-            policies.append(replace(options.policy, master="bf16+16"))
+        plain = options.policy
+        lean = replace(plain, master="bf16+16")
         for stage in stages:
-            for policy in policies:
+            # Split masters save something where 16-bit parameters stay.
+            is_saving = plain == Precision(compute="bf16") and not TABLE[stage].releases
+            for policy in (plain, lean) if is_saving else (plain,):
                 for again in choices:
                     yield Way(stage=stage, policy=policy, recompute=again)
 
