@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed has written, read without DeepSpeed.
 
-Those in `tests/fixtures/deepspeed` are by DeepSpeed 0.19.8, with what its own functions said of
-each parameter at that moment (`generate.py` beside them).
+Those in `tests/fixtures/deepspeed` are by DeepSpeed 0.19.8, two by 0.14.5, with what its own
+functions said of each parameter at that moment (`generate.py` beside them).
 """
 
 from __future__ import annotations
@@ -118,6 +118,22 @@ def test_masters_and_states_are_deepspeeds_own(case: str) -> None:
             assert torch.equal(found[ours], value), ours
         step = found[f"optimizer.state.{name}.step"]
         assert step.dtype is torch.float32 and step.shape == () and step == STEPS
+
+
+OLDER = FOLDER / "by-0.14.5"
+
+
+@pytest.mark.parametrize("case", ["stage2-bf16", "stage3-fp32-sub-groups"])
+def test_masters_and_states_of_an_older_version(case: str) -> None:
+    found = read_all(OLDER / case)
+    expected = torch.load(OLDER / case / "expected.pt", weights_only=True)["now"]
+    for name, values in expected.items():
+        for key, value in values.items():
+            ours = name if key == "fp32" else f"optimizer.state.{name}.{key}"
+            assert torch.equal(found[ours], value), ours
+        assert found[f"optimizer.state.{name}.step"] == STEPS
+    assert DeepSpeedReader(OLDER / case).run["ds_version"] == "0.14.5"
+    assert {key for key in found if not key.startswith("optimizer.")} == set(Tiny().state_dict())
 
 
 @pytest.mark.parametrize("case", CASES)

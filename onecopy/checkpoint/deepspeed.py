@@ -5,7 +5,8 @@ stage, exporting and inspecting need no code of their own, and a rank reads what
 are the fp32 masters, with their optimizer states; frozen parameters and buffers have the precision
 in which DeepSpeed keeps them.
 
-Source: DeepSpeed's formats, as versions 0.9 to 0.19 write and their zero_to_fp32.py reads them.
+Source: DeepSpeed 0.19.8, what runtime/engine.py and runtime/zero write and utils/zero_to_fp32.py
+reads.
 """
 
 from __future__ import annotations
