@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 
@@ -28,7 +29,7 @@ from onecopy.checkpoint.saving import Job, Options, prepare
 from onecopy.checkpoint.states import Models, Named, Optimizers, name_all
 from onecopy.checkpoint.together import together
 from onecopy.comm.compare import gather_objects
-from onecopy.comm.groups import Group
+from onecopy.comm.groups import Group, end_host_group
 from onecopy.errors import CheckpointError, ConfigError, OneCopyError, SavePendingError
 from onecopy.events import Events
 from onecopy.memory.host_buffer import HostBuffer
@@ -178,12 +179,15 @@ class PendingSave:
             self._fail(error)
             return
         self._is_written = True
+        _ended.add(self)
         seconds = time.perf_counter() - begin
         for sinks in events:
             sinks.emit("save", num_bytes=job.states.num_bytes, seconds=seconds)
 
     def _fail(self, error: BaseException) -> None:
         self._is_agreed = isinstance(error, CheckpointError)
+        if self._is_agreed:
+            _ended.add(self)
         is_own = isinstance(error, OneCopyError)
         reason = str(error) if is_own else f"{type(error).__name__}: {error}"
         text = (
@@ -196,6 +200,10 @@ class PendingSave:
             _unasked.add(self)
             warnings.warn(text, stacklevel=2)
 
+    def end_group(self) -> None:
+        """Nothing is saved any more: see `end_host_group`."""
+        end_host_group(self._group)
+
     def report(self) -> None:
         """Print the error; the last chance that somebody reads it."""
         if self._failure is not None:
@@ -206,15 +214,27 @@ class PendingSave:
 _unasked: set[PendingSave] = set()
 
 
+# Those after which nothing is under way in their group.
+_ended: WeakSet[PendingSave] = WeakSet()
+
+
 @atexit.register
-def _report_unasked() -> None:
-    """Runs when the threads have ended."""
+def _end() -> None:
+    """Runs when the threads have ended, and before the interpreter goes."""
     for pending in list(_unasked):
         pending.report()
+    for pending in list(_ended):
+        pending.end_group()
+
+
+def _forget() -> None:
+    """In a process that was forked: threads and groups are those of the other one."""
+    _unasked.clear()
+    _ended.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unasked.clear)
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _forget_values(error: BaseException | None) -> None:

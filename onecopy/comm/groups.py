@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ __all__ = [
     "Group",
     "Groups",
     "check_backend",
+    "end_host_group",
     "has_native_collectives",
     "host_group",
     "join_launched",
@@ -149,6 +151,21 @@ def host_group(world: Group) -> Group:
     """
     group = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=True)
     return Group(group, world.ranks, world.rank)
+
+
+def end_host_group(group: Group) -> None:
+    """End a group of `host_group`, through which nothing is under way, before the interpreter ends.
+
+    A thread of Gloo may still be about to let go of the last message. It needs the interpreter for
+    that, and would abort the process without one. When the group goes, it is waited for.
+    """
+    if group.process_group is None:
+        return
+    if dist.is_initialized():
+        # Unless it has gone with an earlier default group.
+        with suppress(ValueError):
+            dist.destroy_process_group(group.process_group)
+    object.__setattr__(group, "process_group", None)
 
 
 def check_backend(group: Group, device: torch.device) -> None:
