@@ -212,6 +212,13 @@ def test_what_helps_where_nothing_fits() -> None:
     assert onecopy.plan("70B", devices=128, device_memory="40GB").recommended is not None
 
 
+def test_what_helps_depends_on_what_was_asked() -> None:
+    plan = onecopy.plan("70B", stage=2, precision="fp32", checkpoint_activations="off")
+    text = "\n".join(plan.advice)
+    for words in ("leave --stage out", "--precision bf16", "--checkpoint-activations auto"):
+        assert words in text
+
+
 # Where models come from ---------------------------------------------------------------------------
 
 
@@ -246,6 +253,18 @@ def test_frozen_parameters_have_no_states() -> None:
     row = onecopy.plan(model, stage=0, precision="fp32").rows[0]
     assert row.memory.optimizer < 8 * trainable + 8 * 64
     assert row.memory.parameters >= 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_modules_kept_in_fp32_are_counted_so(llama: Path) -> None:
+    pytest.importorskip("transformers", reason="the test extra")
+    policy = onecopy.Precision(compute="bf16", keep_fp32=("LlamaRMSNorm",))
+    kept, plain = (onecopy.plan(llama, precision=one, stage=0) for one in (policy, "bf16"))
+    norms = (2 * 4 + 1) * 64
+    # An fp32 parameter is its own master: 4 bytes in place of 6.
+    saved = plain.rows[0].memory.parameters - kept.rows[0].memory.parameters
+    assert abs(saved - 2 * norms) < 10 * 64 * 6
+    assert kept.model.num_parameters == plain.model.num_parameters
+    assert sum(unit.widths is not None for unit in kept.model.units) >= 1
 
 
 def test_other_families_are_built_without_memory(tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ class Plan:
         if self.model.transformer is None and options.checkpoint_activations == "auto":
             # Nothing is known of activations, so nothing is known of what that would save.
             choices = (False,)
-        plain = options.policy
-        lean = replace(plain, master="bf16+16")
         for stage in stages:
+            policies = [options.policy]
             # Split masters save something where 16-bit parameters stay.
-            is_saving = plain == Precision(compute="bf16") and not TABLE[stage].releases
-            for policy in (plain, lean) if is_saving else (plain,):
+            if options.policy == Precision(compute="bf16") and not TABLE[stage].releases:
+                policies.append(replace(options.policy, master="bf16+16"))
+            for policy in policies:
                 for again in choices:
                     yield Way(stage=stage, policy=policy, recompute=again)
 

@@ -140,6 +140,10 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
         found.append("let activations be computed again: --checkpoint-activations auto")
     if options.micro_batch > 1:
         found.append("compute fewer samples at a time: --micro-batch 1, and --accumulate more")
+    if options.stage is not None:
+        found.append("leave --stage out, to see whether another one fits")
+    if options.policy.compute in (None, "fp32"):
+        found.append("compute in 16 bit: --precision bf16")
     enough = _enough_devices(question, least)
     if enough:
         found.append(f"{enough} devices like these would do at stage {least.stage}")
@@ -213,7 +217,8 @@ def _checkpointing(
     if not row.way.recompute:
         return [], ()
     if origin.is_hugging_face:
-        return ["model.activation_checkpointing_enable()"], ()
+        call = "model.activation_checkpointing_enable()"
+        return [f"{call}  # older transformers: gradient_checkpointing_enable()"], ()
     blocks = [
         unit.name.rpartition(".")
         for unit in question.shape.units

@@ -57,10 +57,10 @@ def read_model(model: Any, options: PlanOptions) -> tuple[ModelShape, Origin]:
     if hasattr(model, "to_dict") and hasattr(model, "model_type"):
         return _from_config(model.to_dict(), type(model).__name__, options, None)
     if hasattr(model, "named_parameters") and not isinstance(model, type):
-        return _shape_of_module(model, type(model).__name__, options), Origin()
+        return _from_module(model, type(model).__name__, options, Origin())
     if callable(model):
         name = getattr(model, "__name__", type(model).__name__)
-        return _built(model, name, options), Origin()
+        return _from_module(_built(model, name), name, options, Origin())
     raise ConfigError(
         f"a plan of {model!r}: give a size ('7.5B'), the path of a config.json, 'module:function', "
         "a module, or a function that returns one."
@@ -226,17 +226,14 @@ def _from_import(text: str, options: PlanOptions) -> tuple[ModelShape, Origin]:
         if not hasattr(found, part):
             raise ConfigError(f"{text}: {module_name} has no {path!r}.")
         found = getattr(found, part)
-    if hasattr(found, "named_parameters") and not isinstance(found, type):
-        shape = _shape_of_module(found, text, options)
-        return shape, Origin(imports=(f"import {module_name}",), build=f"{module_name}.{path}")
     if not callable(found):
         raise ConfigError(f"{text} is a {type(found).__name__}, not a function or a class.")
     origin = Origin(imports=(f"import {module_name}",), build=f"{module_name}.{path}()")
-    return _built(found, text, options), origin
+    return _from_module(_built(found, text), text, options, origin)
 
 
-def _built(build: Callable[[], Any], name: str, options: PlanOptions) -> ModelShape:
-    """The shape of what a function returns, called where tensors have no memory."""
+def _built(build: Callable[[], Any], name: str) -> nn.Module:
+    """What a function returns, called where tensors have no memory."""
     import torch
 
     try:
@@ -251,7 +248,15 @@ def _built(build: Callable[[], Any], name: str, options: PlanOptions) -> ModelSh
         ) from error
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{name}() returned a {type(model).__name__}, not a torch.nn.Module.")
-    return _shape_of_module(model, name, options)
+    return model
+
+
+def _from_module(
+    model: nn.Module, name: str, options: PlanOptions, origin: Origin
+) -> tuple[ModelShape, Origin]:
+    is_hugging_face = hasattr(model, "activation_checkpointing_enable")
+    shape = _shape_of_module(model, name, options)
+    return shape, replace(origin, is_hugging_face=is_hugging_face)
 
 
 def _shape_of_module(model: nn.Module, name: str, options: PlanOptions) -> ModelShape:
