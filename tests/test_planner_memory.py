@@ -15,13 +15,13 @@ import onecopy.events
 from onecopy.config import MASTERS, Precision
 from onecopy.core.precision import dtypes_of
 from onecopy.events import Event
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
 from onecopy.planner.memory import Cluster, Memory, Sent, memory_of, sent_by
 from onecopy.planner.modules import units_of, widths_of_dtypes
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
 from onecopy.report import memory
-from tests.live_tensors import LiveTensors
 from tests.pool import Pool
 
 
