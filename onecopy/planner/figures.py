@@ -63,7 +63,7 @@ def lines(plan: Plan) -> Iterator[Line]:
     for kind, name in KINDS.items():
         indent = "  " if kind in ("parameters", "gradients", "optimizer") else ""
         yield line(indent + name, partial(_part, kind=kind))
-    yield line("at the peak of a step", lambda row: row.memory.total, is_sum=True)
+    yield line("all of it, at most", lambda row: row.memory.total, is_sum=True)
     capacity = amount(plan.options.capacity, unit).removesuffix(".0")
     yield Line(f"of {capacity} {unit}", tuple(map(_share, plan.rows)), is_sum=True)
     if plan.options.devices > 1:
