@@ -774,6 +774,11 @@ def errors(root: Path) -> dict[str, str]:
     expect("not attached", lambda: onecopy.save(root, model, fresh))
     expect("held", lambda: inside(model, lambda: onecopy.save(root, model)))
 
+    both = [other(nn.Linear(8, 8))[0] for _ in range(2)]
+    named = {"a": both[0], "a.b": both[1]}
+    expect("names", lambda: onecopy.save(root, named))
+    expect("own name", lambda: onecopy.save(root, {"optimizer": both[0]}))
+
     def two_groups(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
         return torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
@@ -785,10 +790,8 @@ def errors(root: Path) -> dict[str, str]:
     only_model = onecopy.save(root / "model", model, step=3)
     expect("no optimizer", lambda: onecopy.load(only_model, model, optimizer))
     expect("extra", lambda: onecopy.save(root, model, extra={"loop": {"f": nn.Linear(1, 1)}}))
-    if rank == 0:
-        expect("extra of one", lambda: onecopy.save(root, model, extra=nn.Linear(1, 1)))
-    else:
-        expect("extra of one", lambda: onecopy.save(root, model, extra=None))
+    of_one = nn.Linear(1, 1) if rank == 0 else None
+    expect("extra of one", lambda: onecopy.save(root, model, extra=of_one))
     expect("steps", lambda: onecopy.save(root, model, step=rank))
     running = other(nn.Linear(8, 8), nn.Linear(8, 8), make=Running)
     running[0](torch.ones(1, 8)).sum().backward()
@@ -820,6 +823,8 @@ def test_errors_name_the_thing_and_the_remedy(pool: Pool, tmp_path: Path) -> Non
         "part": ["this Linear is not sharded", "the module that was given to shard"],
         "not attached": ["this AdamW is attached to none of the models", "onecopy.shard"],
         "held": ["inside full_parameters", "outside of it"],
+        "names": ["called 'a' and another 'a.b'", "none begins with another"],
+        "own name": ["called 'optimizer'", "rename it"],
         "groups": ["no group of the saved optimizer has the 1 parameters", "[4]", "load(root"],
         "no optimizer": ["no optimizer 'optimizer' for this AdamW, but none", "load(root, model)"],
         "extra": ["extra['loop']['f'] (Linear) cannot be saved", "state_dict()"],

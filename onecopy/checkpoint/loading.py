@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from onecopy.checkpoint.states import (
     alike_in,
     extra_states_of,
     name_all,
-    nested,
     range_of_values,
     settle,
 )
@@ -304,7 +304,7 @@ class _Targets:
                 path: self._objects[one] if isinstance(one, str) else one
                 for path, one in parts.items()
             }
-            module.set_extra_state(nested(values))
+            module.set_extra_state(_nested(values))
         for states in self._optimizers:
             states.finish()
         for binding, num_steps in self._num_steps:
@@ -340,3 +340,16 @@ class _Targets:
             world_size=manifest.world_size,
             path=path,
         )
+
+
+def _nested(values: Mapping[KeyPath, Any]) -> Any:
+    """What has these values at these places: dicts, lists where a key is a number."""
+    if () in values:
+        return values[()]
+    within: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, value in values.items():
+        within.setdefault(path[0], {})[path[1:]] = value
+    found = {key: _nested(one) for key, one in within.items()}
+    if found and all(isinstance(key, int) for key in found):
+        return [found[key] for key in sorted(found)]
+    return found

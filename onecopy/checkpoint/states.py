@@ -25,7 +25,7 @@ from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
 from onecopy.comm.groups import host_group
 from onecopy.core.pretrained import persistent_tensors
 from onecopy.core.unit import UnitState
-from onecopy.errors import CheckpointError, ShardingError
+from onecopy.errors import CheckpointError, ConfigError, ShardingError
 
 if TYPE_CHECKING:
     from onecopy.comm.groups import Group
@@ -48,7 +48,6 @@ __all__ = [
     "extra_states_of",
     "key_of",
     "name_all",
-    "nested",
     "range_of_values",
     "settle",
     "states_of",
@@ -65,19 +64,6 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def key_of(path: Path) -> str:
     """The key of something that has its place in a nested state dict."""
     return ".".join(map(str, path))
-
-
-def nested(values: Mapping[Path, Any]) -> Any:
-    """What has these values at these places: dicts, lists where a key is a number."""
-    if () in values:
-        return values[()]
-    within: dict[str | int, dict[Path, Any]] = {}
-    for path, value in values.items():
-        within.setdefault(path[0], {})[path[1:]] = value
-    found = {key: nested(one) for key, one in within.items()}
-    if found and all(isinstance(key, int) for key in found):
-        return [found[key] for key in sorted(found)]
-    return found
 
 
 def plain_name(name: str) -> str:
@@ -163,10 +149,12 @@ def name_all(model: Models, optimizer: Optimizers) -> Named:
     Raises:
         ShardingError: a model is not sharded, an optimizer is not attached to one of them, or has
             parameters of another model.
+        ConfigError: names of models that could be taken for one another.
     """
     models = {name: _named_model(name, one) for name, one in _by_name(model).items()}
     if not models:
         raise ShardingError("no model was passed: there is nothing to save or load")
+    _check_names(list(models))
     worlds = {one.engine.collectives.groups.world.ranks for one in models.values()}
     if len(worlds) > 1:
         raise ShardingError("the models are sharded over different ranks: save each on its own")
@@ -192,6 +180,19 @@ def name_all(model: Models, optimizer: Optimizers) -> Named:
         binding.adopt_new_groups()
         optimizers[name] = NamedOptimizer(("optimizer", *([name] if name else [])), binding)
     return Named(models, optimizers)
+
+
+def _check_names(names: list[str]) -> None:
+    """Raises ConfigError where keys of two models, or of a model and the rest, could be equal."""
+    for one in names:
+        if one in ("optimizer", "onecopy"):
+            raise ConfigError(f"a model is called {one!r}, which has its own place: rename it")
+        for other in names:
+            if one != other and (not one or other.startswith(f"{one}.")):
+                raise ConfigError(
+                    f"a model is called {one!r} and another {other!r}: the second one would look "
+                    "like a part of the first. Give names of which none begins with another"
+                )
 
 
 def _named_model(name: str, model: nn.Module) -> NamedModel:
