@@ -19,10 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.serialization import set_crc32_options
 
 from onecopy.errors import CheckpointError
 from onecopy.memory import torch_files
-from onecopy.memory.torch_files import Inert, TensorInFile, check_archive, read_torch_file
+from onecopy.memory.torch_files import (
+    Inert,
+    TensorInFile,
+    check_archive,
+    read_torch_file,
+    view_of_bytes,
+)
 
 
 def save(path: Path, content: object) -> Path:
@@ -349,3 +356,76 @@ def test_a_damaged_pickle_is_found_by_its_checksum(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"words", b"wards"))
     with pytest.raises(CheckpointError, match="CRC"):
         read_torch_file(path)
+
+
+# Bytes in memory -------------------------------------------------------------------------------
+
+
+def saved_bytes(content: object, with_checksums: bool = True) -> bytearray:
+    stream = io.BytesIO()
+    set_crc32_options(with_checksums)
+    try:
+        torch.save(content, stream)
+    finally:
+        set_crc32_options(True)
+    return bytearray(stream.getvalue())
+
+
+@pytest.mark.parametrize("with_checksums", [True, False])
+@pytest.mark.parametrize("view", [name for name in VIEWS if name != "empty"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_is_a_view_of_its_bytes(
+    dtype: torch.dtype, view: str, with_checksums: bool
+) -> None:
+    saved = VIEWS[view]((torch.arange(120) % 7).reshape(4, 5, 6).to(dtype))
+    data = saved_bytes(torch.nn.Parameter(saved, False), with_checksums)
+    found = view_of_bytes(memoryview(data))
+    assert found is not None and found.dtype is dtype and found.shape == saved.shape
+    assert found.stride() == saved.stride()
+    expected = torch.load(io.BytesIO(data), weights_only=True)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+    first = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+    assert first < found.data_ptr() < first + len(data), "nothing is copied"
+
+
+OTHERS: dict[str, object] = {
+    "a list": [torch.ones(3)],
+    "a number": 3,
+    "no elements": torch.ones(0, 3),
+    "conjugated": torch.ones(3, dtype=torch.complex64).conj(),
+    "negated": torch.ones(3, dtype=torch.complex64).conj().imag,
+    "sparse": torch.eye(3).to_sparse(),
+    "on no device": torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_anything_else_is_for_torch_load(name: str) -> None:
+    assert view_of_bytes(memoryview(saved_bytes(OTHERS[name]))) is None
+    assert view_of_bytes(memoryview(bytearray(b"no archive"))) is None
+
+
+def test_damage_of_any_byte_is_no_crash() -> None:
+    """It is found, or the view has other values or another shape: within the bytes always."""
+    saved = torch.arange(6.0).reshape(2, 3).t()
+    data = saved_bytes(saved, with_checksums=False)
+    for place in range(len(data)):
+        for flip in (0x01, 0x80, 0xFF):
+            data[place] ^= flip
+            found = view_of_bytes(memoryview(data))
+            if found is not None and found.numel() < 1000:
+                found.clone()
+            data[place] ^= flip
+    found = view_of_bytes(memoryview(data))
+    assert found is not None and torch.equal(found, saved)
+
+
+def test_conjugated_values_are_not_taken_for_others(tmp_path: Path) -> None:
+    saved = torch.ones(3, dtype=torch.complex64)
+    found = read_torch_file(save(tmp_path / "t.pt", [saved, saved.conj()]))
+    assert isinstance(found[0], TensorInFile) and isinstance(found[1], Inert)
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    (tmp_path / "t.pt").write_bytes(saved_bytes({"a": torch.arange(3)}, with_checksums=False))
+    assert value(read_torch_file(tmp_path / "t.pt")["a"]).tolist() == [0, 1, 2]

@@ -43,6 +43,7 @@ from onecopy.checkpoint.manifest import MANIFEST, FileItems, Manifest, checksum
 from onecopy.checkpoint.stream import NewFile
 from onecopy.checkpoint.unpickle import load_object, read_metadata
 from onecopy.errors import CheckpointError
+from onecopy.memory.torch_files import view_of_bytes
 
 __all__ = ["METADATA", "Reader", "Writer", "file_of"]
 
@@ -293,7 +294,8 @@ class Reader(StorageReader):
                 planner.load_bytes(request, io.BytesIO(data))
                 continue
             if tensor is None:
-                tensor = load_object(what, data)
+                tensor = view_of_bytes(data)
+                tensor = load_object(what, data) if tensor is None else tensor
             self._check_part(what, tensor, request.storage_index)
             part = tensor
             for dim, (start, size) in enumerate(

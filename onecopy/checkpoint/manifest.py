@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,13 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """As the file holds it: JSON whose last entry is the checksum of all that is before."""
-        text = json.dumps(asdict(self), separators=(",", ":"))[:-1].encode()
+        # Not asdict, which copies every item.
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["files"] = {
+            name: {"num_bytes": file.num_bytes, "items": file.items}
+            for name, file in self.files.items()
+        }
+        text = json.dumps(values, separators=(",", ":"))[:-1].encode()
         return text + f"{_SEPARATOR}{checksum(text)}}}\n".encode()
 
     @classmethod

@@ -1,7 +1,8 @@
 """What a checkpoint has for one optimizer, brought into the optimizer.
 
-States are loaded into new tensors, as they were saved, and given to the optimizer through its own
-`load_state_dict`, so that hooks and optimizers that do more there see what they always see.
+States are loaded as they were saved, into the tensors that the optimizer has for them or into new
+ones, and given to the optimizer through its own `load_state_dict`, so that hooks and optimizers
+that do more there see what they always see.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
+from onecopy.checkpoint.states import is_cut_state
 from onecopy.core.optimizer_state import COUNTERS, TAG, tag_of
 from onecopy.errors import CheckpointError
+from onecopy.memory.buffers import num_owners
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,6 +80,7 @@ class OptimizerStates:
             unit, index = piece
             state: dict[str, Any] = {}
             self._states.append(state)
+            present = self._binding.optimizer.state.get(unit.pieces[index], {})
             values = names.values_of(self._named, parameter)
             for name, key in found.get(id(parameter), {}).items():
                 stored = names.stored(key)
@@ -86,7 +90,8 @@ class OptimizerStates:
                     dtype = stored.properties.dtype
                     is_cast = dtype == values.properties.dtype
                     dtype = unit.dtypes.master if is_cast else dtype
-                    state[name] = self._piece_of(unit, index, key, dtype)
+                    flat, state[name] = _memory_for(unit, index, dtype, present.get(name))
+                    self._read_piece(unit, index, key, flat)
                     continue
                 self._read(state, name, key, names)
                 if is_tensor and unit.place_of(index).numel < parameter.numel():
@@ -102,22 +107,20 @@ class OptimizerStates:
                 "Shard with whole_parameters=True, so that no parameter is cut"
             )
 
-    def _piece_of(self, unit: Unit, index: int, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a state that has a value for each element of the piece."""
+    def _read_piece(self, unit: Unit, index: int, key: str, flat: torch.Tensor) -> None:
+        """Read a state that has a value for each element of the piece."""
         place, parameter = unit.place_of(index), unit.parameters[index]
-        flat = torch.empty(place.numel, dtype=dtype, device=unit.flat.device)
         self.ranges.append(
             Range(
                 key,
                 tuple(parameter.shape),
-                dtype,
+                flat.dtype,
                 place.offset,
                 place.numel,
                 lambda start, stop: flat[start:stop],
                 memory_order(parameter),
             )
         )
-        return unit.as_piece(index, flat)
 
     def take_objects(self, objects: Mapping[str, Any]) -> None:
         """The objects are read, tensors not yet: find the settings of each group.
@@ -216,6 +219,25 @@ def _placed_as(own: Any, value: Any) -> Any:
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(own.device)
     return value
+
+
+def _memory_for(
+    unit: Unit, index: int, dtype: torch.dtype, present: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for a state with a value for each element of the piece, and the state itself.
+
+    It is what the optimizer has now, where that fits: a run that goes back to a checkpoint may have
+    no memory for its states once more. What something else shares is left alone.
+    """
+    owners_of_one = num_owners(torch.empty(1))
+    is_alone = is_cut_state(unit, index, present) and num_owners(present) == owners_of_one
+    if is_alone and present.dtype == dtype and present.device == unit.flat.device:
+        flat = unit.from_piece(index, present.detach())
+        is_its_own = flat.untyped_storage().data_ptr() == present.untyped_storage().data_ptr()
+        if is_its_own and flat.is_contiguous():
+            return flat, present
+    flat = torch.empty(unit.place_of(index).numel, dtype=dtype, device=unit.flat.device)
+    return flat, unit.as_piece(index, flat)
 
 
 def _is_like(values: TensorStorageMetadata, stored: TensorStorageMetadata, name: str) -> bool:

@@ -21,14 +21,21 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import IO, Any, ClassVar
 
 import torch
 
 from onecopy.errors import CheckpointError
 from onecopy.memory.tensor_files import StoredTensor
 
-__all__ = ["Inert", "TensorInFile", "check_archive", "read_torch_file", "row_major"]
+__all__ = [
+    "Inert",
+    "TensorInFile",
+    "check_archive",
+    "read_torch_file",
+    "row_major",
+    "view_of_bytes",
+]
 
 # Elements between the first and the last of a part that is scattered over its storage.
 SPAN_NUMEL = 1 << 22
@@ -190,21 +197,84 @@ def read_torch_file(path: Path) -> Any:
     """
     with _open(path) as archive:
         try:
-            names = archive.namelist()
-            pickles = [one for one in names if one.split("/")[1:] == ["data.pkl"]]
-            if len(pickles) != 1 or archive.getinfo(pickles[0]).compress_type:
-                raise pickle.UnpicklingError("it has no data.pkl as torch.save writes it")
-            folder = pickles[0].removesuffix("data.pkl")
-            order = f"{folder}byteorder"
-            if order in names and archive.read(order).decode() != sys.byteorder:
-                raise pickle.UnpicklingError(f"it is not from a {sys.byteorder}-endian machine")
-            return _Unpickler(path, archive, folder, archive.read(pickles[0])).load()
+            return _read(path, archive)
         # Whatever a damaged or hostile pickle leads to.
         except Exception as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error or type(error).__name__}. It is damaged, or was "
                 "not written by torch.save. Nothing of it was run"
             ) from error
+
+
+def view_of_bytes(data: memoryview) -> torch.Tensor | None:
+    """The tensor that torch.save has written into some bytes: its values are these bytes.
+
+    None if they are anything else than one plain tensor: then torch.load may know what they are,
+    or say what is wrong with them.
+    """
+    try:
+        with zipfile.ZipFile(_Bytes(data)) as archive:
+            found = _read(Path(), archive)
+        if not isinstance(found, TensorInFile) or not found.numel:
+            return None
+        storage = found.storage
+        flat = torch.frombuffer(
+            data, dtype=storage.dtype, count=storage.numel, offset=storage.first_byte
+        )
+        return flat.as_strided(found.shape, found.strides, found.first)
+    # Whatever damaged or hostile bytes lead to.
+    except Exception:
+        return None
+
+
+class _Bytes(io.RawIOBase):
+    """Bytes as a file, without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}
+        self._position = max(0, starts[whence] + offset)
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = None if size is None or size < 0 else self._position + size
+        found = bytes(self._data[self._position : stop])
+        self._position += len(found)
+        return found
+
+
+def _read(path: Path, archive: zipfile.ZipFile) -> Any:
+    names = archive.namelist()
+    pickles = [one for one in names if one.split("/")[1:] == ["data.pkl"]]
+    if len(pickles) != 1 or archive.getinfo(pickles[0]).compress_type:
+        raise pickle.UnpicklingError("it has no data.pkl as torch.save writes it")
+    folder = pickles[0].removesuffix("data.pkl")
+    order = f"{folder}byteorder"
+    if order in names and _content(archive, order).decode() != sys.byteorder:
+        raise pickle.UnpicklingError(f"it is not from a {sys.byteorder}-endian machine")
+    return _Unpickler(path, archive, folder, _content(archive, pickles[0])).load()
+
+
+def _content(archive: zipfile.ZipFile, name: str) -> bytes:
+    if archive.getinfo(name).CRC:
+        return archive.read(name)  # compares it
+    # torch.save was told to make none.
+    first, num_bytes = _find_record(archive, name)
+    assert archive.fp is not None, "the archive is open"
+    archive.fp.seek(first)
+    return archive.fp.read(num_bytes)
 
 
 def _open(path: Path) -> zipfile.ZipFile:
@@ -297,16 +367,16 @@ class _Unpickler(pickle.Unpickler):
 def _find_record(archive: zipfile.ZipFile, name: str) -> tuple[int, int]:
     """First byte and number of bytes of an uncompressed file in an archive."""
     info = archive.getinfo(name)
-    assert archive.filename is not None, "the archive was opened by its name"
-    with open(archive.filename, "rb") as file:
-        first = info.header_offset + HEADER.size + sum(_header(file, info.header_offset))
-        size = file.seek(0, io.SEEK_END)
+    file = archive.fp
+    assert file is not None, "the archive is open"
+    first = info.header_offset + HEADER.size + sum(_header(file, info.header_offset))
+    size = file.seek(0, io.SEEK_END)
     if info.compress_type != zipfile.ZIP_STORED or first + info.file_size > size:
         raise pickle.UnpicklingError(f"{name} is compressed or cut off")
     return first, info.file_size
 
 
-def _header(file: BinaryIO, offset: int) -> tuple[int, int]:
+def _header(file: IO[bytes], offset: int) -> tuple[int, int]:
     file.seek(offset)
     magic, name_length, extra_length = HEADER.unpack(file.read(HEADER.size))
     if magic != b"PK\x03\x04":
@@ -321,8 +391,11 @@ def _dot(left: Sequence[int], right: Sequence[int]) -> int:
 # What pickles may call ---------------------------------------------------------------------------
 
 
-def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> TensorInFile:
-    """For torch._utils._rebuild_tensor and _v2; behind the strides is nothing that is needed."""
+def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *rest: Any) -> Any:
+    """For torch._utils._rebuild_tensor and _v2: behind the strides come requires_grad, hooks, and
+    whether the values are conjugated or negated."""
+    if any(rest[2:]):
+        return Inert(storage, rest)
     integers = (first, *shape, *strides)
     if not isinstance(storage, _Storage) or not all(type(n) is int for n in integers):
         raise pickle.UnpicklingError("a tensor has no storage, shape or strides")
@@ -333,14 +406,15 @@ def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Tens
     return window
 
 
-def _tensor_with_dtype(*arguments: Any) -> TensorInFile:
-    """For _rebuild_tensor_v3: (storage of bytes, first, shape, strides, ..., ..., dtype, ...)."""
+def _tensor_with_dtype(*arguments: Any) -> Any:
+    """For _rebuild_tensor_v3: as `_tensor`, of a storage of bytes, with the dtype after hooks."""
     storage, dtype = arguments[0], arguments[6]
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError("a tensor has no storage or dtype")
     stored = storage.stored
     numel = stored.numel * stored.dtype.itemsize // dtype.itemsize
-    return _tensor(_Storage(replace(stored, dtype=dtype, shape=(numel,))), *arguments[1:4])
+    cast = _Storage(replace(stored, dtype=dtype, shape=(numel,)))
+    return _tensor(cast, *arguments[1:6], *arguments[7:])
 
 
 def _first(value: Any, *_: Any) -> Any:
