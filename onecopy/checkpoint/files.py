@@ -226,8 +226,7 @@ class Reader(StorageReader):
         if self._metadata is None:
             path = self._folder / METADATA
             data = read_file(path)
-            expected = self._checksums.get((METADATA, 0))
-            if expected is not None and checksum(data) != expected:
+            if self._checksums and checksum(data) != self._checksums.get((METADATA, 0)):
                 raise _damaged(path, "the metadata")
             self._metadata = read_metadata(path, data)
         return self._metadata
@@ -340,8 +339,8 @@ class Reader(StorageReader):
 
     def _read(self, file: _OpenFile, where: tuple[str, int, int], name: str) -> memoryview:
         data = file.read(*where, name)
-        expected = self._checksums.get(where[:2])
-        if expected is not None and checksum(data) != expected:
+        # Where there are checksums, what has none is not what was saved.
+        if self._checksums and checksum(data) != self._checksums.get(where[:2]):
             raise _damaged(self._folder / where[0], name)
         return data
 
