@@ -267,6 +267,21 @@ def test_modules_kept_in_fp32_are_counted_so(llama: Path) -> None:
     assert sum(unit.widths is not None for unit in kept.model.units) >= 1
 
 
+def test_what_transformers_keeps_in_fp32_is_counted_so(tmp_path: Path) -> None:
+    """T5's wo, under fp16."""
+    pytest.importorskip("transformers", reason="the test extra")
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4}
+    text = json.dumps({"model_type": "t5", "vocab_size": 500, **sizes})
+    (tmp_path / "config.json").write_text(text)
+    fp16, bf16 = (onecopy.plan(tmp_path, precision=one, stage=0) for one in ("fp16", "bf16"))
+    assert fp16.model.num_parameters == bf16.model.num_parameters
+    outputs = 6 * 64 * 128
+    saved = bf16.rows[0].memory.parameters - fp16.rows[0].memory.parameters
+    assert abs(saved - 2 * outputs) < 30 * 64 * 6
+    assert fp16.recommended is not None
+    assert "T5ForConditionalGeneration(AutoConfig" in fp16.recommended.code
+
+
 def test_other_families_are_built_without_memory(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the test extra")
     config = {

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from onecopy.errors import ConfigError
 from onecopy.planner import families, saved
@@ -187,24 +187,41 @@ def _meta_model(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
             "transformers: pip install transformers. Without it: "
             f"{', '.join(families.FAMILIES)}, or a size."
         ) from error
-    classes = config.get("architectures") or []
     try:
         made = transformers.AutoConfig.for_model(
             kind, **{key: value for key, value in config.items() if key != "model_type"}
         )
         with torch.device("meta"):
-            if classes and hasattr(transformers, classes[0]):
-                model = getattr(transformers, classes[0])(made)
-            else:
-                model = transformers.AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
+            model = _build(transformers, made, config)
     except Exception as error:
         # Whatever a model's constructor raises is the user's to read.
+        why = str(error).partition("\n")[0]
         raise ConfigError(
             f"transformers {transformers.__version__} cannot build a model of type {kind!r} "
-            f"({error}). A newer version may know it; a model of your own can be planned as "
+            f"({why[:300]}). A newer version may know it; a model of your own can be planned as "
             "module:function."
         ) from error
     return model, type(model).__name__
+
+
+# Tried in this order where a config does not name the class.
+AUTO_CLASSES = ("CausalLM", "Seq2SeqLM", "MaskedLM")
+
+
+def _build(transformers: Any, made: Any, config: Mapping[str, Any]) -> nn.Module:
+    """The model of the class that the config names, else of the one that predicts tokens."""
+    family = families.FAMILIES.get(config["model_type"])
+    classes = config.get("architectures") or ([family.model_class] if family else [])
+    if classes and hasattr(transformers, classes[0]):
+        return cast("nn.Module", getattr(transformers, classes[0])(made))
+    for purpose in AUTO_CLASSES:
+        try:
+            auto = getattr(transformers, f"AutoModelFor{purpose}")
+            return cast("nn.Module", auto.from_config(made))
+        except ValueError:
+            # No such class for this family.
+            continue
+    return cast("nn.Module", transformers.AutoModel.from_config(made))
 
 
 # Functions and modules --------------------------------------------------------------------------
