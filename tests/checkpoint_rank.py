@@ -45,6 +45,7 @@ class Trial:
     by: the rank that kills it, before an operation of its own on files in the `num_saves`-th save.
     point: which operation.
     delay: without a point it is killed so many seconds after the first save.
+    in_background: whether ranks use async_save.
     """
 
     root: str
@@ -54,6 +55,7 @@ class Trial:
     by: int = -1
     point: int = -1
     delay: float = 0.0
+    in_background: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +152,12 @@ def _rank(trial: Trial, rank: int, output: int) -> None:
             train(model, optimizer)
         say("begin", number)
         watch.is_on = number == trial.num_saves
-        onecopy.save(trial.root, model, optimizer, extra={"number": number}, keep=KEEP)
+        save = onecopy.async_save if trial.in_background else onecopy.save
+        save(trial.root, model, optimizer, extra={"number": number}, keep=KEEP)
         watch.is_on = False
-        say("end", number)
+        # A save in the background begins when the one before it is complete.
+        if number > trial.in_background:
+            say("end", number - trial.in_background)
     say("events", watch.events)
 
 
