@@ -214,21 +214,21 @@ def _gathered(units: list[_Sized]) -> int:
 def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> int:
     """Local gradients of the units in backward, what comes in of others, autograd's own.
 
-    Where local gradients are kept anyway they count as gradients, not here, and the reduce of one
-    unit goes on while the next one's gradients come in. From the second backward on there are means
-    already, to which new ones are added.
+    Where local gradients are kept anyway they count as gradients, not here. From the second
+    backward on there are means already, to which new ones are added.
     """
     cut = STAGES[stage]
     inner = max((one.gradients for one in units if not one.unit.surrounds), default=0)
     around = sum(one.gradients for one in units if one.unit.surrounds)
     inner_mean = max((one.mean for one in units if not one.unit.surrounds), default=0)
     around_mean = sum(one.mean for one in units if one.unit.surrounds)
-    both: Callable[[int, int], int] = operator.add if cut.keeps_gradient_buffer else max
+    # Where gradients are cut, one reduce ends before the next unit's buffer takes its memory.
+    both: Callable[[int, int], int] = max if cut.cut_gradients else operator.add
     local = 0 if cut.keeps_gradient_buffer else inner + around
     incoming = both(inner, around) * (devices - 1) // devices
     if not cut.shards_anything and devices > 1:
         # The sums come back into a buffer of their own.
-        incoming += max(inner, around)
+        incoming += both(inner, around)
     again = both(inner_mean, around_mean) if backwards > 1 else 0
     autograd = max((one.gradient_of_autograd for one in units), default=0)
     return local + incoming + again + autograd
