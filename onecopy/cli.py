@@ -25,6 +25,8 @@ from onecopy.planner.options import CommandOptions
 from onecopy.training.options import TrainOptions
 
 if TYPE_CHECKING:
+    from onecopy.planner.plan import Plan
+    from onecopy.planner.rehearsal import Rehearsal
     from onecopy.report.progress import ProgressLine
 
 
@@ -286,20 +288,33 @@ def _plan(options: CommandOptions) -> None:
     # A function of the user's is found from where the command is started, as with python -m.
     sys.path.insert(0, "")
     found = plan(options.model, **options.settings)
+    rehearsal = _rehearse(found, options) if options.simulate else None
+    from onecopy.planner import playback
+
     if options.html:
         from onecopy.planner.page import as_page
 
-        options.html.write_text(as_page(found), encoding="utf-8")
+        more = () if rehearsal is None else (playback.as_html(rehearsal),)
+        options.html.write_text(as_page(found, *more), encoding="utf-8")
     if options.json:
         import json
 
-        print(json.dumps(found.to_json(), indent=2))
+        more_json = {} if rehearsal is None else {"simulation": playback.to_json(rehearsal)}
+        print(json.dumps({**found.to_json(), **more_json}, indent=2))
         return
     from rich.console import Console
 
     from onecopy.planner.show import print_plan
 
     print_plan(Console(), found)
+    if rehearsal is not None:
+        playback.print_rehearsal(Console(), rehearsal)
+
+
+def _rehearse(found: Plan, options: CommandOptions) -> Rehearsal:
+    from onecopy.planner.rehearsal import rehearse
+
+    return rehearse(found, options.model, options.batch)
 
 
 COMMANDS = (

@@ -16,11 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onecopy.errors import OneCopyError
 
-__all__ = ["fake_tensors"]
+__all__ = ["NEEDS_VALUES", "fake_tensors"]
 
 _MISSING = (
     "the simulation leans on private parts of torch that have changed in torch {version} ({what}): "
     "use the closed formulas, onecopy plan without --simulate, and please report it"
+)
+
+# What torch raises where a model looks at values.
+NEEDS_VALUES: tuple[type[Exception], ...] = tuple(
+    getattr(torch._subclasses.fake_tensor, name)
+    for name in ("DataDependentOutputException", "DynamicOutputShapeException")
+    if hasattr(torch._subclasses, "fake_tensor") and hasattr(torch._subclasses.fake_tensor, name)
 )
 
 

@@ -151,6 +151,21 @@ class CommandOptions(PlanOptions):
             metavar="MODEL",
         ),
     )
+    simulate: bool = field(
+        default=False,
+        metadata=describe(
+            "also run one step of what is recommended through the real engine, on tensors without "
+            "memory, and show its memory and its messages"
+        ),
+    )
+    batch: str | None = field(
+        default=None,
+        metadata=describe(
+            "with --simulate: the function that makes one micro-batch, a tensor or a dict of "
+            "keyword arguments, for models that do not take input_ids and labels",
+            metavar="MODULE:FUNCTION",
+        ),
+    )
     json: bool = field(default=False, metadata=describe("print the plan as JSON"))
     html: Path | None = field(
         default=None, metadata=describe("also write the plan as a page", metavar="FILE")

@@ -34,13 +34,13 @@ STYLE = """\
 .onecopy-plan .note{opacity:.75;margin:.1em 0}"""
 
 
-def as_page(plan: Plan) -> str:
-    """A whole page."""
-    title = escape(heading(plan))
+def as_page(plan: Plan, *more: str) -> str:
+    """A whole page; `more` are further parts of it."""
+    title, body = escape(heading(plan)), "\n".join([as_html(plan), *more])
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{title}</title>\n</head>\n<body>\n{as_html(plan)}\n</body>\n</html>\n"
+        f"<title>{title}</title>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 

@@ -27,7 +27,7 @@ from onecopy.comm.groups import ImaginedWorld
 from onecopy.errors import ConfigError
 from onecopy.events import Event
 from onecopy.memory.live_tensors import storage_of, tensors_in
-from onecopy.planner.fake import fake_tensors
+from onecopy.planner.fake import NEEDS_VALUES, fake_tensors
 
 __all__ = ["MemoryAt", "Simulation", "simulate"]
 
@@ -83,6 +83,7 @@ def simulate(
     *,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     loss: Loss | None = None,
+    backwards: int = 1,
     **settings: Any,
 ) -> Simulation:
     """Run a training step of a model on one rank of a world that is not there.
@@ -93,6 +94,7 @@ def simulate(
         world: how many data-parallel ranks there are, which of them is simulated (slices may differ
             by their padding), and whether they would use a backend's own collectives (NCCL).
         optimizer: makes the optimizer from the parameters.
+        backwards: per step, each of a micro-batch.
         loss: of the model and a batch; by default the output's `loss`, or the sum of the output.
         **settings: of `shard`: stage, precision, units, ...
 
@@ -107,10 +109,11 @@ def simulate(
         made = optimizer(model.parameters())
         shard(model, made, mesh=world, **settings)
         record = _Record(model, made, ledger)
+        run = _Run(model, made, batch, loss or _default_loss, backwards)
         # The first step records the order of use, and makes the optimizer's states.
-        _step(model, made, batch, loss or _default_loss)
+        run.step()
         with record.measuring():
-            _step(model, made, batch, loss or _default_loss)
+            run.step()
     return Simulation(
         world_size=world.size,
         num_parameters=sum(one.numel() for one in model.parameters()),
@@ -121,17 +124,33 @@ def simulate(
     )
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss: Loss) -> None:
-    try:
-        loss(model, batch()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-        raise ConfigError(
-            f"this {type(model).__name__} decides by the values of its data ({error}), which a "
-            "simulation does not have: simulate it with that part replaced, or use the closed "
-            "formulas, onecopy plan without --simulate"
-        ) from error
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is simulated."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    loss: Loss
+    backwards: int
+
+    def step(self) -> None:
+        """One training step.
+
+        Raises:
+            ConfigError: it needs values.
+        """
+        try:
+            for _ in range(self.backwards):
+                (self.loss(self.model, self.batch()) / self.backwards).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        except NEEDS_VALUES as error:
+            raise ConfigError(
+                f"this {type(self.model).__name__} decides by the values of its data ({error}), "
+                "which a simulation does not have: simulate it with that part replaced, or use the "
+                "closed formulas, onecopy plan without --simulate"
+            ) from error
 
 
 def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -228,7 +247,9 @@ class _Record:
             self._ledger.after_operation = None
 
     def _note(self, event: Event) -> None:
-        self._event = event
+        if event.kind != "wait":
+            # A wait ends what another event has begun.
+            self._event = event
         self.events.append(event)
         self.timeline.append(self._now())
 

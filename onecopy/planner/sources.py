@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from onecopy.planner.options import PlanOptions
 
-__all__ = ["Origin", "read_model"]
+__all__ = ["Origin", "builder_of", "import_function", "is_size", "read_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,40 @@ def read_model(model: Any, options: PlanOptions) -> tuple[ModelShape, Origin]:
     )
 
 
+def is_size(text: str) -> bool:
+    """Whether a model is given by its size alone."""
+    return not Path(text).expanduser().exists() and is_parameters(text)
+
+
+def builder_of(model: Any) -> Callable[[], nn.Module]:
+    """A function that builds the model where it is called, not on the meta device.
+
+    Args:
+        model: as for `read_model`, but no size.
+
+    Raises:
+        ConfigError: there is nothing to build.
+    """
+    if hasattr(model, "to_dict") and hasattr(model, "model_type"):
+        return lambda: _model_of(model.to_dict())
+    if isinstance(model, str | Path):
+        path = Path(model).expanduser()
+        if path.exists():
+            return lambda: _model_of(_read_config(path)[0])
+        return lambda: import_function(str(model))()
+    if callable(model) and not hasattr(model, "named_parameters"):
+        return model  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"a simulation builds the model itself, and a {type(model).__name__} is there already: "
+        "give the function that builds it"
+    )
+
+
 def _from_text(text: str, options: PlanOptions) -> tuple[ModelShape, Origin]:
     path = Path(text).expanduser()
     if path.exists():
         return _from_path(path, options)
-    if is_parameters(text):
+    if is_size(text):
         return _from_size(parse_parameters(text), options), Origin()
     looks_like_a_path = text.endswith(".json") or "/" in text or "\\" in text
     if ":" in text and not looks_like_a_path:
@@ -135,6 +164,12 @@ def _gpt(layers: int, hidden: int) -> TransformerShape:
 
 
 def _from_path(path: Path, options: PlanOptions) -> tuple[ModelShape, Origin]:
+    config, name = _read_config(path)
+    return _from_config(config, name, options, path)
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """A config of transformers, and what to call its model."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
@@ -150,8 +185,7 @@ def _from_path(path: Path, options: PlanOptions) -> tuple[ModelShape, Origin]:
             f"{file} has no model_type: it is not the config of a Hugging Face model. Give "
             "module:function for a model of your own."
         )
-    name = file.parent.resolve().name if file.name == "config.json" else file.stem
-    return _from_config(config, name, options, path)
+    return config, file.parent.resolve().name if file.name == "config.json" else file.stem
 
 
 def _from_config(
@@ -177,9 +211,17 @@ def _from_config(
 
 def _meta_model(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
     """transformers' own model of a config, on the meta device, and its class's name."""
+    import torch
+
+    with torch.device("meta"):
+        model = _model_of(config)
+    return model, type(model).__name__
+
+
+def _model_of(config: Mapping[str, Any]) -> nn.Module:
+    """transformers' own model of a config."""
     kind = config["model_type"]
     try:
-        import torch
         import transformers
     except ImportError as error:
         raise ConfigError(
@@ -191,8 +233,7 @@ def _meta_model(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
         made = transformers.AutoConfig.for_model(
             kind, **{key: value for key, value in config.items() if key != "model_type"}
         )
-        with torch.device("meta"):
-            model = _build(transformers, made, config)
+        model = _build(transformers, made, config)
     except Exception as error:
         # Whatever a model's constructor raises is the user's to read.
         why = str(error).partition("\n")[0]
@@ -201,7 +242,7 @@ def _meta_model(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
             f"({why[:300]}). A newer version may know it; a model of your own can be planned as "
             "module:function."
         ) from error
-    return model, type(model).__name__
+    return model
 
 
 # Tried in this order where a config does not name the class.
@@ -228,6 +269,18 @@ def _build(transformers: Any, made: Any, config: Mapping[str, Any]) -> nn.Module
 
 
 def _from_import(text: str, options: PlanOptions) -> tuple[ModelShape, Origin]:
+    found = import_function(text)
+    module_name, _, path = text.partition(":")
+    origin = Origin(imports=(f"import {module_name}",), build=f"{module_name}.{path}()")
+    return _from_module(_built(found, text), text, options, origin)
+
+
+def import_function(text: str) -> Callable[[], Any]:
+    """What "module:function" names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no function.
+    """
     from importlib import import_module
 
     module_name, _, path = text.partition(":")
@@ -245,8 +298,7 @@ def _from_import(text: str, options: PlanOptions) -> tuple[ModelShape, Origin]:
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{text} is a {type(found).__name__}, not a function or a class.")
-    origin = Origin(imports=(f"import {module_name}",), build=f"{module_name}.{path}()")
-    return _from_module(_built(found, text), text, options, origin)
+    return found  # type: ignore[no-any-return]
 
 
 def _built(build: Callable[[], Any], name: str) -> nn.Module:

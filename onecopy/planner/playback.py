@@ -1,0 +1,199 @@
+"""What a rehearsal has shown: as text, as a part of a page, and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from onecopy.planner.sizes import amount, shown, unit_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onecopy.planner.rehearsal import Rehearsal
+    from onecopy.planner.simulate import MemoryAt, Simulation
+
+__all__ = ["as_html", "print_rehearsal", "to_json"]
+
+KINDS = {
+    "parameters": "parameters and masters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "rest": "activations and temporaries",
+}
+# As in the bars of a plan.
+COLOURS = dict(zip(KINDS, "#0072b2 #e69f00 #009e73 #cc79a7".split(), strict=True))
+SENT = ("gather", "reduce", "refresh")
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 260, 64, 28, 24
+MOMENTS, BAR = 24, 40
+
+
+def _title(rehearsal: Rehearsal) -> str:
+    found, way = rehearsal.simulation, rehearsal.row.way
+    again = ", activations computed again" if way.recompute else ""
+    return (
+        f"Simulated: stage {way.stage}{again}, one rank of {found.world_size:,}, "
+        f"{shown(found.num_parameters)} parameters"
+    )
+
+
+def _moment(at: MemoryAt) -> str:
+    unit = f" of {at.unit}" if at.unit else ""
+    return f"in {at.phase}, after the {at.what}{unit}"
+
+
+def _transfers(found: Simulation) -> Iterator[tuple[str, int, int]]:
+    """Kind, number of messages, bytes that the rank sends."""
+    counts, sent = Counter[str](), Counter[str]()
+    for event in found.events:
+        counts[event.kind] += 1
+        sent[event.kind] += event.num_bytes
+    return ((kind, counts[kind], sent[kind]) for kind in SENT if counts[kind])
+
+
+def print_rehearsal(console: Console, rehearsal: Rehearsal) -> None:
+    """Print the peak and what it is made of, what was sent, and the memory along the step."""
+    found, peak = rehearsal.simulation, rehearsal.simulation.peak
+    unit = unit_for(peak.total)
+    console.print()
+    console.print(Text(_title(rehearsal), style="bold"), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column(f"{unit} at the peak", no_wrap=True)
+    table.add_column("", justify="right")
+    for kind, name in KINDS.items():
+        table.add_row(name, amount(getattr(peak, kind), unit))
+    verdict = "" if rehearsal.fits else ", more than the device has"
+    table.add_row(f"all of it{verdict}", amount(peak.total, unit), style="bold")
+    for kind, count, num_bytes in _transfers(found):
+        table.add_row(f"sent by {count} x {kind}", amount(num_bytes, unit))
+    console.print(table)
+    console.print(f"The peak is {_moment(peak)}.", soft_wrap=True)
+    console.print(Text("Along the step", style="bold"))
+    for at in _sampled(found.timeline):
+        bar = "#" * max(1, round(BAR * at.total / peak.total))
+        line = f"{bar:<{BAR}} {amount(at.total, unit):>9}  {at.phase}: {at.what} {at.unit}"
+        console.print(Text(line.rstrip()), soft_wrap=True)
+    console.print(
+        Text(
+            f"By the real engine, on tensors without memory, in {found.seconds:.0f} s", style="dim"
+        )
+    )
+
+
+def _sampled(timeline: list[MemoryAt]) -> list[MemoryAt]:
+    """Of each of so many stretches the moment with the most."""
+    moments = [at for at in timeline if at.unit or at.what == "step"]
+    length = -(-len(moments) // MOMENTS) if moments else 1
+    return [
+        max(moments[start : start + length], key=lambda at: at.total)
+        for start in range(0, len(moments), length)
+    ]
+
+
+def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
+    """All of it, in bytes."""
+    found = rehearsal.simulation
+    return {
+        "stage": rehearsal.row.stage,
+        "recompute": rehearsal.row.way.recompute,
+        "world_size": found.world_size,
+        "num_parameters": found.num_parameters,
+        "fits": rehearsal.fits,
+        "peak": {**asdict(found.peak), "total": found.peak.total},
+        "timeline": [{**asdict(at), "total": at.total} for at in found.timeline],
+        "collectives": [
+            {"kind": one.kind, "unit": one.unit, "phase": one.phase, "num_bytes": one.num_bytes}
+            for one in found.events
+            if one.kind in SENT
+        ],
+        "seconds": found.seconds,
+    }
+
+
+def as_html(rehearsal: Rehearsal) -> str:
+    """A part of a page: the peak in words, and the memory along the step as a picture."""
+    found = rehearsal.simulation
+    unit = unit_for(found.peak.total)
+    rows = [(name, amount(getattr(found.peak, kind), unit)) for kind, name in KINDS.items()]
+    rows.append(("all of it", amount(found.peak.total, unit)))
+    rows += [
+        (f"sent by {count} x {kind}", amount(num_bytes, unit))
+        for kind, count, num_bytes in _transfers(found)
+    ]
+    body = "\n".join(f"<tr><td>{escape(name)}</td><td>{cell}</td></tr>" for name, cell in rows)
+    return (
+        '<div class="onecopy-plan">\n'
+        f"<p><strong>{escape(_title(rehearsal))}</strong></p>\n{_svg(found, unit)}\n"
+        f"<table>\n<thead><tr><th>{unit} at the peak</th><th></th></tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>\n"
+        f'<p class="note">The peak is {escape(_moment(found.peak))}.</p>\n</div>'
+    )
+
+
+def _svg(found: Simulation, unit: str) -> str:
+    """Memory at each event of the step, its kinds on top of each other."""
+    moments = found.timeline
+    across = (WIDTH - LEFT) / max(1, len(moments) - 1)
+    up = (HEIGHT - TOP - BOTTOM) / max(1, found.peak.total)
+    base = [0] * len(moments)
+    inside = list(_legend())
+    for kind in KINDS:
+        upper = [low + getattr(at, kind) for low, at in zip(base, moments, strict=True)]
+        inside.append(_area(base, upper, across, up, kind))
+        base = upper
+    inside += _phases(moments, across)
+    top = HEIGHT - BOTTOM - found.peak.total * up
+    inside.append(
+        f'<text x="{LEFT - 6}" y="{top + 4:.1f}" text-anchor="end">'
+        f"{amount(found.peak.total, unit)} {unit}</text>"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'style="max-width:{WIDTH}px;width:100%;font:12px system-ui,sans-serif" '
+        'fill="currentColor"><title>Memory of the rank along one training step</title>'
+        + "".join(inside)
+        + "</svg>"
+    )
+
+
+def _area(low: list[int], high: list[int], across: float, up: float, kind: str) -> str:
+    """What one kind takes, between the kinds below and above it."""
+
+    def points(values: list[int]) -> list[str]:
+        return [
+            f"{LEFT + number * across:.1f},{HEIGHT - BOTTOM - value * up:.1f}"
+            for number, value in enumerate(values)
+        ]
+
+    edge = " ".join([*points(high), *reversed(points(low))])
+    return f'<polygon points="{edge}" fill="{COLOURS[kind]}"><title>{KINDS[kind]}</title></polygon>'
+
+
+def _legend() -> Iterator[str]:
+    for number, (kind, name) in enumerate(KINDS.items()):
+        x = LEFT + number * 164
+        yield f'<rect x="{x}" y="4" width="10" height="10" fill="{COLOURS[kind]}"/>'
+        yield f'<text x="{x + 15}" y="13">{name}</text>'
+
+
+def _phases(moments: list[MemoryAt], across: float) -> Iterator[str]:
+    """Where forward, backward and the optimizer's step begin; names only where there is room."""
+    last, free = "", 0.0
+    for number, at in enumerate(moments):
+        if at.phase == last:
+            continue
+        last, x = at.phase, LEFT + number * across
+        yield (
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM + 4}" '
+            'stroke="currentColor" stroke-opacity=".5"/>'
+        )
+        if x >= free:
+            yield f'<text x="{x + 3:.1f}" y="{HEIGHT - 8}">{at.phase}</text>'
+            free = x + 9 * len(at.phase)
