@@ -71,6 +71,21 @@ def test_size_stands_for_a_gpt_of_that_size() -> None:
     assert rehearsal.simulation.num_parameters == pytest.approx(3e6, rel=0.01)
 
 
+@pytest.mark.slow
+def test_a_trillion_parameters_on_1024_ranks() -> None:
+    """ZeRO's claim, by the real code: 16 bytes a parameter, over the ranks; units on top."""
+    found = plan("1.01T", devices=1024, stage=3, layers=128, hidden=25_600, sequence=1024)
+    simulation = rehearse(found, "1.01T").simulation
+    numel = simulation.num_parameters
+    assert numel == pytest.approx(1.01e12, rel=0.01)
+    assert simulation.peak.optimizer == pytest.approx(8 * numel / 1024, rel=0.01)
+    assert min(at.parameters for at in simulation.timeline) == pytest.approx(
+        4 * numel / 1024, rel=0.01
+    )
+    sent = sum(one.num_bytes for one in simulation.events if one.unit)
+    assert sent == pytest.approx(3 * 2 * numel, rel=0.02)
+
+
 def test_activations_are_computed_again_where_the_plan_says_so(config: str) -> None:
     """Less of them is held, and each block is gathered as often."""
     peaks = []
