@@ -382,6 +382,19 @@ def test_hooks_and_optimizers(pool: Pool) -> None:
     pool.run(1, hooks_and_optimizers)
 
 
+def counters_without_values() -> None:
+    """A fused Adagrad makes its counters where the parameters are: nowhere yet."""
+    with onecopy.init_sharded():
+        model = models.build("tied")
+    optimizer = torch.optim.Adagrad(model.parameters(), fused=True)
+    with pytest.raises(ShardingError, match="state step of .* make the optimizer after"):
+        onecopy.shard(model, optimizer, stage=3)
+
+
+def test_counters_without_values_are_refused(pool: Pool) -> None:
+    pool.run(1, counters_without_values)
+
+
 def load_before_shard() -> None:
     """A state dictionary loaded into a model without values is not lost."""
     state = models.build("convbn", seed=5).state_dict()

@@ -132,7 +132,7 @@ def _cut(state_dict: dict[str, Any], binding: Binding) -> dict[str, Any]:
 
 def _placed(name: str, value: Any, unit: Unit, number: int) -> Any:
     """A state where its piece lies: an optimizer that was made first knew no device."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
+    if not isinstance(value, torch.Tensor):
         return value
     if value.is_meta:
         raise ShardingError(
@@ -141,7 +141,7 @@ def _placed(name: str, value: Any, unit: Unit, number: int) -> Any:
             "model inside onecopy.init_sharded(), or make the optimizer after onecopy.shard(model) "
             "and attach it by onecopy.shard(model, optimizer)"
         )
-    return value.to(unit.flat.device)
+    return value.to(unit.flat.device) if value.dim() else value
 
 
 def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:
