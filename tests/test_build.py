@@ -387,7 +387,7 @@ def counters_without_values() -> None:
     with onecopy.init_sharded():
         model = models.build("tied")
     optimizer = torch.optim.Adagrad(model.parameters(), fused=True)
-    with pytest.raises(ShardingError, match="state step of .* make the optimizer after"):
+    with pytest.raises(ShardingError, match=r"state step of .* make the optimizer after"):
         onecopy.shard(model, optimizer, stage=3)
 
 
