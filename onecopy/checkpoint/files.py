@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ __all__ = ["METADATA", "Reader", "Writer", "file_of"]
 
 METADATA = ".metadata"
 DCP_VERSION = "1.0.0"
+# What the system may have read beyond the item that is being checked and copied.
+READ_AHEAD_BYTES = 1 << 27
 
 
 def file_of(rank: int) -> str:
@@ -274,8 +277,13 @@ class Reader(StorageReader):
             place = self.place_of(request.storage_index)
             where = (place.relative_path, place.offset, place.length)
             wanted.setdefault(where, []).append(request)
+        upcoming, num_bytes = deque(sorted(wanted)), 0
         with _OpenFile(self._folder) as file:
             for where in sorted(wanted):
+                while upcoming and num_bytes < READ_AHEAD_BYTES:
+                    num_bytes += upcoming[0][2]
+                    file.announce(*upcoming.popleft())
+                num_bytes -= where[2]
                 name = wanted[where][0].storage_index.fqn
                 data = self._read(file, where, name)
                 self._deliver(f"{name} in {self._folder / where[0]}", data, wanted[where], planner)
@@ -366,6 +374,13 @@ class _OpenFile:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+    def announce(self, name: str, offset: int, length: int) -> None:
+        """The system may begin to read these bytes, while others are checked and copied."""
+        if name == self._name and hasattr(os, "posix_fadvise"):
+            with naming("read", self._folder / name):
+                handle: int = self._file.fileno()
+                os.posix_fadvise(handle, offset, length, os.POSIX_FADV_WILLNEED)
 
     def read(self, name: str, offset: int, length: int, what: str) -> memoryview:
         """`length` bytes from `offset` on; valid until the next call.
