@@ -170,6 +170,7 @@ def prepare(
     model: Models,
     optimizer: Optimizers,
     options: Options,
+    verb: str = "onecopy.save",
 ) -> tuple[Named, Job]:
     """Check the arguments and collect what this rank saves, without copying tensors.
 
@@ -177,7 +178,7 @@ def prepare(
     """
     options.check()
     named = name_all(model, optimizer)
-    settle(named)
+    settle(named, verb)
     step = options.step
     if step is None:
         steps = [one.binding.num_steps for one in named.optimizers.values()]

@@ -47,6 +47,7 @@ __all__ = [
     "alike_in",
     "extra_states_of",
     "key_of",
+    "meet",
     "name_all",
     "range_of_values",
     "settle",
@@ -209,12 +210,22 @@ def _named_model(name: str, model: nn.Module) -> NamedModel:
     return NamedModel(prefix, module, engine, names)
 
 
-def settle(named: Named) -> None:
+def meet(named: Named, verb: str) -> None:
+    """Go on when all ranks have called the same. Raises DivergenceError: they have not."""
+    next(iter(named.models.values())).engine.collectives.agreement.agree(verb)
+
+
+def settle(named: Named, verb: str) -> None:
     """Bring models to rest, between two steps, with all changes in the masters.
 
+    Args:
+        verb: what all ranks have called; one that has not is named, instead of waited for.
+
     Raises:
+        DivergenceError: a rank does something else.
         CheckpointError: an earlier save in the background has failed, and nobody was told yet.
     """
+    meet(named, verb)
     for one in named.models.values():
         owner = handle.of(one.module)
         if owner.pending_save is not None:
