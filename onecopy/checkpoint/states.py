@@ -197,6 +197,13 @@ def _check_names(names: list[str]) -> None:
 
 
 def _named_model(name: str, model: nn.Module) -> NamedModel:
+    if not isinstance(model, nn.Module):
+        called = f" {name!r}" if name else ""
+        raise ShardingError(
+            f"the model{called} is of class {type(model).__name__}, which is no module. The folder "
+            "comes first, then the model or models, then the optimizer or optimizers: "
+            "onecopy.save(root, model, optimizer)"
+        )
     engine: Engine = handle.of(model).engine
     if engine.is_held:
         raise ShardingError(
