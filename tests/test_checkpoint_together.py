@@ -1,4 +1,4 @@
-"""Saving, loading and exporting by some of the ranks only is named within seconds, not waited for."""
+"""Saves, loads and exports that only some ranks call are named in seconds, not waited for."""
 
 from __future__ import annotations
 

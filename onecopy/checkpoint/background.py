@@ -170,6 +170,16 @@ class PendingSave:
         if not told:
             self.wait()
 
+    def raise_if_lost(self) -> None:
+        """Before anything is done together: has a rank been lost, so that it cannot be?
+
+        Raises:
+            CheckpointError: for want of a rank it could not be written; once.
+        """
+        is_lost = self.is_done and self._failure is not None and not self._is_agreed
+        if is_lost and not self._was_raised_everywhere:
+            self.settle()
+
     def _run(self, job: Job, events: Sequence[Events]) -> None:
         begin = time.perf_counter()
         try:

@@ -218,8 +218,17 @@ def _named_model(name: str, model: nn.Module) -> NamedModel:
 
 
 def meet(named: Named, verb: str) -> None:
-    """Go on when all ranks have called the same. Raises DivergenceError: they have not."""
-    next(iter(named.models.values())).engine.collectives.agreement.agree(verb)
+    """Go on when all ranks have called the same.
+
+    Raises:
+        DivergenceError: a rank does something else, or has ended.
+        CheckpointError: an earlier save in the background has lost a rank.
+    """
+    owners = [handle.of(one.module) for one in named.models.values()]
+    for owner in owners:
+        if owner.pending_save is not None:
+            owner.pending_save.raise_if_lost()
+    owners[0].engine.collectives.agreement.agree(verb)
 
 
 def settle(named: Named, verb: str) -> None:

@@ -39,10 +39,10 @@ LOOK_AT_MOST_EVERY = 5.0
 WARN_AFTER = 5.0
 HISTORY = 65_536
 FOR_ALL = (
-    "Saving, loading, backward and what needs whole values is done by all ranks, in the same order: "
-    "look for control flow that depends on the rank or its data, such as `if rank == 0:` around a "
-    "save, an evaluation or a print. In forward, ranks may run different modules at stages 0 to 2, "
-    "at stage 3 those that are named in keep_gathered=(...)"
+    "All ranks save, load, run backward and use whole values together, in the same order: look for "
+    "control flow that depends on the rank or its data, such as `if rank == 0:` around a save, an "
+    "evaluation or a print. In forward, ranks may run different modules at stages 0 to 2, at stage "
+    "3 those that are named in keep_gathered=(...)"
 )
 
 
