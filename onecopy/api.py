@@ -61,6 +61,9 @@ INSTANCE_METHODS = ("no_sync", "zero_grad", "_apply", "__deepcopy__")
 class Pending(Protocol):
     """Something that goes on beside training."""
 
+    def raise_if_lost(self) -> None:
+        """Raise where a rank has ended, so that nothing can be done together any more."""
+
     def settle(self) -> None:
         """Wait for it, and raise what has become of it; all ranks together."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ import onecopy
 import onecopy.checkpoint.folder
 import onecopy.checkpoint.saving
 from onecopy.checkpoint.verify import verify
-from onecopy.errors import CheckpointError
+from onecopy.errors import CheckpointError, OneCopyError
 from tests.pool import Pool
 from tests.runs import full_values
 
@@ -404,6 +406,55 @@ def test_what_cannot_be_meant_is_refused(pool: Pool, tmp_path: Path) -> None:
 
 
 # Damage ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Place:
+    """What a loop may keep in an object of its own."""
+
+    epoch: int = 1
+
+
+def pass_wrong_things(folder: str) -> list[str]:
+    model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    calls: list[Callable[[], Any]] = [
+        lambda: onecopy.save(model, folder),  # type: ignore[arg-type]
+        lambda: onecopy.load(folder, optimizer, model),  # type: ignore[arg-type]
+        lambda: onecopy.save(folder, {"model": model, "optimizer": optimizer}),  # type: ignore[dict-item]
+        lambda: onecopy.save(folder, model, extra=scheduler),
+        lambda: onecopy.save(folder, model, extra={"places": [1, {"now": Place()}]}),
+        lambda: onecopy.save(folder, model, step=True),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(OneCopyError) as caught:
+            call()
+        found.append(str(caught.value))
+    assert os.listdir(folder) == []
+    step: Any = numpy.int64(7)
+    assert onecopy.save(folder, model, step=step).name == "step-00000007"
+    return found
+
+
+def test_what_is_passed_by_mistake(pool: Pool, tmp_path: Path) -> None:
+    """The message says what was meant to be there."""
+    for said in pool.run(2, pass_wrong_things, str(tmp_path)):
+        for message, words in zip(
+            said,
+            [
+                "the model is of class str, which is no module. The folder comes first",
+                "the model is of class AdamW",
+                "the model 'optimizer' is of class AdamW",
+                "extra (ConstantLR) cannot be saved so that it is read back without running code. "
+                "Save its state_dict()",
+                "extra['places'][1]['now'] (Place) cannot be saved",
+                "save(step=True): give a whole number",
+            ],
+            strict=True,
+        ):
+            assert words in message
+            assert "add_safe_globals" not in message
 
 
 def missing(path: Path) -> None:

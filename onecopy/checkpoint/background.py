@@ -26,7 +26,7 @@ from onecopy import handle
 from onecopy.checkpoint.folder import path_of
 from onecopy.checkpoint.ranges import MAX_ITEM_BYTES, Range
 from onecopy.checkpoint.saving import Job, Options, prepare
-from onecopy.checkpoint.states import Models, Named, Optimizers, name_all
+from onecopy.checkpoint.states import Models, Named, Optimizers, meet, name_all
 from onecopy.checkpoint.together import together
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.groups import Group, end_host_group
@@ -85,7 +85,8 @@ def async_save(  # noqa: PLR0913
         raise ConfigError(f'async_save(if_busy={if_busy!r}): give "wait" or "refuse"')
     if if_busy == "refuse":
         _refuse_if_busy(name_all(model, optimizer))
-    named, job = prepare(root, model, optimizer, Options(step, extra, keep, keep_every))
+    options = Options(step, extra, keep, keep_every)
+    named, job = prepare(root, model, optimizer, options, "onecopy.async_save")
     events = [one.engine.events for one in named.models.values()]
     pending = PendingSave(_copied(named, job), named.group, events)
     for one in named.models.values():
@@ -169,6 +170,16 @@ class PendingSave:
         if not told:
             self.wait()
 
+    def raise_if_lost(self) -> None:
+        """Before anything is done together: has a rank been lost, so that it cannot be?
+
+        Raises:
+            CheckpointError: for want of a rank it could not be written; once.
+        """
+        is_lost = self.is_done and self._failure is not None and not self._is_agreed
+        if is_lost and not self._was_raised_everywhere:
+            self.settle()
+
     def _run(self, job: Job, events: Sequence[Events]) -> None:
         begin = time.perf_counter()
         try:
@@ -246,6 +257,7 @@ def _forget_values(error: BaseException | None) -> None:
 
 def _refuse_if_busy(named: Named) -> None:
     """Raises SavePendingError on all ranks if a rank still writes a checkpoint of the models."""
+    meet(named, 'onecopy.async_save(if_busy="refuse")')
     owners = [handle.of(one.module) for one in named.models.values()]
     pending = [owner.pending_save for owner in owners if owner.pending_save is not None]
     # Through the group of training: that of checkpoints may be in use.

@@ -99,7 +99,7 @@ def load(
         ShardingError: a model is not sharded, or an optimizer not attached.
     """
     named = name_all(model, optimizer)
-    settle(named)
+    settle(named, "onecopy.load")
     group = named.group
     path = Path(root).expanduser()
     found = together(group, lambda: folders.candidates(path) if group.rank == 0 else [])[0]

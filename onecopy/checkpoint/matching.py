@@ -30,6 +30,10 @@ __all__ = ["Names"]
 # Names in an error, before the rest is only counted.
 SHOWN = 5
 OPTIMIZER = "optimizer."
+FOR_A_PART = (
+    "To start another model from its weights: onecopy.export(checkpoint, directory), then "
+    "onecopy.load_pretrained(model, directory, strict=False)"
+)
 # How torch ends the name of what a module adds to a state_dict.
 EXTRA = "_extra_state"
 
@@ -134,7 +138,7 @@ class Names:
         raise CheckpointError(
             f"{self.where} lacks {len(missing)} of the {len(model.names)} tensors of this "
             f"{type(model.module).__name__}: {_listed(missing)}. It has {_listed(others)}: it was "
-            "saved from another model"
+            f"saved from another model. {FOR_A_PART}"
         )
 
     def _refuse_unexpected(self, model: NamedModel, prefix: str) -> None:
@@ -159,7 +163,7 @@ class Names:
             raise CheckpointError(
                 f"{self.where} has {len(unexpected)} tensors that this "
                 f"{type(model.module).__name__} has not: {_listed(unexpected)}. Build the model "
-                "that was saved"
+                f"that was saved. {FOR_A_PART}"
             )
 
     # Optimizers -------------------------------------------------------------------------------

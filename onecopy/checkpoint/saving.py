@@ -7,6 +7,7 @@ import io
 import os
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Options:
         """Raises ConfigError for numbers that cannot be meant."""
         for name, least in (("step", 0), ("keep", 1), ("keep_every", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
+            is_number = hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
+            if value is not None and (not is_number or value < least):
                 raise ConfigError(f"save({name}={value!r}): give a whole number, {least} or more")
 
 
@@ -170,6 +172,7 @@ def prepare(
     model: Models,
     optimizer: Optimizers,
     options: Options,
+    verb: str = "onecopy.save",
 ) -> tuple[Named, Job]:
     """Check the arguments and collect what this rank saves, without copying tensors.
 
@@ -177,9 +180,11 @@ def prepare(
     """
     options.check()
     named = name_all(model, optimizer)
-    settle(named)
+    settle(named, verb)
     step = options.step
-    if step is None:
+    if step is not None:
+        step = int(step)
+    else:
         steps = [one.binding.num_steps for one in named.optimizers.values()]
         step = steps[0] if steps else 0
     group, packed = named.group, _Packed()
@@ -235,19 +240,24 @@ def _packed(what: str, value: Any) -> bytes:
     except Exception as error:
         place = _place_of_trouble(what, value)
         raise CheckpointError(
-            f"{place} cannot be saved so that it is read back without running code ({error}). Save "
-            "its state_dict(), or plain values"
+            f"{place} cannot be saved so that it is read back without running code. Save its "
+            "state_dict(), or plain values: dataclasses.asdict(...), str(path), "
+            f"generator.get_state() ({error})"
         ) from error
     return data
 
 
 def _place_of_trouble(what: str, value: Any) -> str:
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        for key, one in value.items():
-            try:
-                _packed(f"{what}[{key!r}]", one)
-            except CheckpointError:
-                return _place_of_trouble(f"{what}[{key!r}]", one)
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, one in items:
+        try:
+            _packed(f"{what}[{key!r}]", one)
+        except CheckpointError:
+            return _place_of_trouble(f"{what}[{key!r}]", one)
     return f"{what} ({type(value).__name__})"
 
 

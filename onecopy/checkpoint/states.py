@@ -47,6 +47,7 @@ __all__ = [
     "alike_in",
     "extra_states_of",
     "key_of",
+    "meet",
     "name_all",
     "range_of_values",
     "settle",
@@ -196,6 +197,13 @@ def _check_names(names: list[str]) -> None:
 
 
 def _named_model(name: str, model: nn.Module) -> NamedModel:
+    if not isinstance(model, nn.Module):
+        called = f" {name!r}" if name else ""
+        raise ShardingError(
+            f"the model{called} is of class {type(model).__name__}, which is no module. The folder "
+            "comes first, then the model or models, then the optimizer or optimizers: "
+            "onecopy.save(root, model, optimizer)"
+        )
     engine: Engine = handle.of(model).engine
     if engine.is_held:
         raise ShardingError(
@@ -209,12 +217,31 @@ def _named_model(name: str, model: nn.Module) -> NamedModel:
     return NamedModel(prefix, module, engine, names)
 
 
-def settle(named: Named) -> None:
-    """Bring models to rest, between two steps, with all changes in the masters.
+def meet(named: Named, verb: str) -> None:
+    """Go on when all ranks have called the same.
 
     Raises:
+        DivergenceError: a rank does something else, or has ended.
+        CheckpointError: an earlier save in the background has lost a rank.
+    """
+    owners = [handle.of(one.module) for one in named.models.values()]
+    for owner in owners:
+        if owner.pending_save is not None:
+            owner.pending_save.raise_if_lost()
+    owners[0].engine.collectives.agreement.agree(verb)
+
+
+def settle(named: Named, verb: str) -> None:
+    """Bring models to rest, between two steps, with all changes in the masters.
+
+    Args:
+        verb: what all ranks have called; one that has not is named, instead of waited for.
+
+    Raises:
+        DivergenceError: a rank does something else.
         CheckpointError: an earlier save in the background has failed, and nobody was told yet.
     """
+    meet(named, verb)
     for one in named.models.values():
         owner = handle.of(one.module)
         if owner.pending_save is not None:

@@ -162,6 +162,7 @@ def _module(model: nn.Module) -> Model:
     opened = Model(values=values, configs=configs_of(model), left_out=others)
     if engine is None:
         return opened
+    engine.collectives.agreement.agree("onecopy.export")
     owner.backward.flush()
     engine.recover()
     engine.check_parameters()

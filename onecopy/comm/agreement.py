@@ -38,6 +38,12 @@ LOOK_AFTER = 0.5
 LOOK_AT_MOST_EVERY = 5.0
 WARN_AFTER = 5.0
 HISTORY = 65_536
+FOR_ALL = (
+    "All ranks save, load, run backward and use whole values together, in the same order: look for "
+    "control flow that depends on the rank or its data, such as `if rank == 0:` around a save, an "
+    "evaluation or a print. In forward, ranks may run different modules at stages 0 to 2, at stage "
+    "3 those that are named in keep_gathered=(...)"
+)
 
 
 class Agreement:
@@ -55,6 +61,7 @@ class Agreement:
         self._voted: set[int] = set()
         self._lock = threading.Lock()
         self._blocked_since: float | None = None
+        self._is_voting = False
         self._failure: str | None = None
         self._store: dist.Store | None = None
         if group.process_group is not None:
@@ -77,8 +84,12 @@ class Agreement:
         self.scheduled(wish)
         if self._store is None:
             return
-        self._vote(self.position)
-        self._await_all(self.position)
+        self._is_voting = True
+        try:
+            self._vote(self.position)
+            self._await_all(self.position)
+        finally:
+            self._is_voting = False
 
     def exchange(self, topic: str, value: str) -> list[str]:
         """The `value` of every rank, in rank order; all ranks must ask for the same `topic`."""
@@ -140,11 +151,7 @@ class Agreement:
         if first_wish != wish:
             self._fail(
                 f"ranks have diverged at use {position}: rank {first_rank} wants {first_wish}, "
-                f"rank {self._group.ranks[self._group.rank]} wants {wish}. Stage 3 gathers a unit "
-                "on all ranks together, so every rank must run the same modules in the same order: "
-                "look for control flow that depends on the rank or on its data (also evaluation, "
-                "printing or saving on one rank only). Stages 0 to 2 allow it, stage 3 does for "
-                "modules named in keep_gathered=(...)"
+                f"rank {self._group.ranks[self._group.rank]} wants {wish}. {FOR_ALL}"
             )
         elif store.add(f"count/{position}", 1) == self._group.size:
             store.set(f"agreed/{position}", "1")
@@ -217,6 +224,10 @@ class Agreement:
             f"at use {position}, {wish}: {'; '.join(late) or 'the transfer itself is slow'}"
         )
 
+    @property
+    def _is_waiting(self) -> bool:
+        return self._is_voting or self._blocked_since is not None
+
     def look(self) -> None:
         """Post this rank's position, vote where others wait, and hear of a verdict."""
         store, position = self._store, self.position
@@ -228,11 +239,12 @@ class Agreement:
         for rank, (at, wish) in self._positions().items():
             if at > 0:
                 self._vote(at)
-            elif at < 0 and int(wish) < position and self._blocked_since is not None:
+            elif at < 0 and int(wish) < position and self._is_waiting:
                 self._fail(
                     f"rank {self._group.ranks[rank]} has ended after {wish} uses of units, but "
                     f"rank {self._group.ranks[self._group.rank]} is at use {position}, "
-                    f"{self._wish_at(position)}: give every rank the same number of batches"
+                    f"{self._wish_at(position)}: give every rank the same number of batches, and "
+                    "call on every rank what all do together"
                 )
         self._read_verdict()
 

@@ -62,6 +62,9 @@ class Reduces:
     def agree_on_order(self) -> None:
         """The units to reduce, in order: as they were used, if that was so on all ranks."""
         engine = self._engine
+        if not engine.stage.releases:
+            # No use of a unit tells a rank that saves meanwhile that the others wait for it.
+            engine.collectives.agreement.scheduled("the reduces of a backward")
         if self._order:
             return
         # Where some units are released, ranks may differ in the use of those that stay. These are
