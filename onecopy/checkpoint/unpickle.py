@@ -48,6 +48,20 @@ def _joined(_: type, *parts: str) -> str:
     return "/".join(parts)
 
 
+_ENCODING = _Sealed(
+    "_MEM_FORMAT_ENCODING",
+    (),
+    {"__new__": lambda _, value: dcp._MEM_FORMAT_ENCODING(value), "__slots__": ()},
+)
+
+
+def _member(_: type, kind: Any, name: str) -> Any:
+    """In the place of getattr, by which early versions of Python 3.11 name a member of an enum."""
+    if kind is not _ENCODING:
+        raise pickle.UnpicklingError("it calls builtins.getattr")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
 _LAYOUTS = {str(one): one for one in vars(torch).values() if type(one) is torch.layout}
 # Types of the interpreter and of torch's C++ code, instances and bound methods of them cannot be
 # changed either.
@@ -55,11 +69,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
-    (dcp.__name__, "_MEM_FORMAT_ENCODING"): _Sealed(
-        "_MEM_FORMAT_ENCODING",
-        (),
-        {"__new__": lambda _, value: dcp._MEM_FORMAT_ENCODING(value), "__slots__": ()},
-    ),
+    (dcp.__name__, "_MEM_FORMAT_ENCODING"): _ENCODING,
+    ("builtins", "getattr"): _Sealed("getattr", (), {"__new__": _member, "__slots__": ()}),
 }
 _ALLOWED |= {
     (kind.__module__, kind.__name__): _stand_in(kind)
@@ -180,8 +191,10 @@ def load_object(what: str, data: bytes | memoryview) -> Any:
     except Exception as error:
         lines = str(error).splitlines() or [repr(error)]
         # torch's own advice is to trust the class.
-        refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-        reason = f"it has a {refused.group(1)}" if refused else lines[0]
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        # And its own reason follows after that.
+        told = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines() or lines
+        reason = f"it has a {refused.group(1)}" if refused else told[0]
         raise CheckpointError(
             f"{what} cannot be read as plain data ({reason}). Only tensors, numbers, strings, "
             "and lists, tuples and dicts of these are read, so that a checkpoint never runs code"
