@@ -179,9 +179,11 @@ def load_object(what: str, data: bytes | memoryview) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         lines = str(error).splitlines() or [repr(error)]
-        # torch's own advice is to trust the class.
-        refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-        reason = f"it has a {refused.group(1)}" if refused else lines[0]
+        # torch's own advice, to trust the class, is left out.
+        refused = re.search(r"unsupported (?:global: )?GLOBAL (\S+)", str(error), re.IGNORECASE)
+        reason = next((line.strip() for line in lines if "global" in line.lower()), lines[0])
+        if refused is not None:
+            reason = f"it has a {refused.group(1)}"
         raise CheckpointError(
             f"{what} cannot be read as plain data ({reason}). Only tensors, numbers, strings, "
             "and lists, tuples and dicts of these are read, so that a checkpoint never runs code"
