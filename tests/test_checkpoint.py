@@ -126,7 +126,7 @@ def load(roots: list[tuple[int, Path]], kind: str, stage: int) -> None:
         quiet(model, is_quiet=False)
 
 
-@pytest.mark.parametrize("kind", motley.OPTIMIZERS)
+@pytest.mark.sampled("kind", motley.OPTIMIZERS, 1, always=["three"])
 def test_any_number_of_ranks_and_any_stage(
     pool: Pool, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:

@@ -185,7 +185,7 @@ def test_kills_at_random_moments(
 ) -> None:
     """While both train and save in a loop, in the background or not."""
     draw = random.Random(seed)
-    for number in range(60 if request.config.option.all else 12):
+    for number in range(60 if request.config.option.all else 5):
         victim, delay = draw.randrange(WORLD), draw.uniform(0, LONGEST_DELAY)
         in_background = bool(number % 2)
         print(f"trial {number}: rank {victim} is killed after {delay} s, {in_background=}")

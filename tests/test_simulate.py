@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -71,10 +72,10 @@ def imagine(kind: type[GPT], world_size: int, settings: dict[str, Any]) -> Simul
     return simulate(lambda: kind(CONFIG), batch, ImaginedWorld(world_size), loss=loss, **settings)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [GPT, Checkpointed])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+COMBINATIONS = list(itertools.product([1, 2, 4], range(4), [GPT, Checkpointed], ["fp32", "bf16"]))
+
+
+@pytest.mark.sampled(("world_size", "stage", "kind", "precision"), COMBINATIONS, 10)
 def test_predicts_what_a_run_measures(
     pool: Pool, world_size: int, stage: int, kind: type[GPT], precision: str
 ) -> None:
