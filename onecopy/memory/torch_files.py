@@ -69,7 +69,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-@dataclass(frozen=True, slots=True)
+# What pickles can get hold of has no slots: Python 3.11.2 gives frozen dataclasses with slots a
+# __setstate__ of its own, which sets what it is given, in the place of the one below.
+@dataclass(frozen=True)
 class TensorInFile:
     """A tensor of a torch file: a window on a storage.
 
@@ -302,7 +304,7 @@ def _cut_off(path: Path, reason: str) -> CheckpointError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Storage:
     """A storage while the pickle is read."""
 
@@ -312,7 +314,7 @@ class _Storage:
         raise pickle.UnpicklingError("it changes a storage's place")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Call:
     """A function that pickles may call. Its attributes cannot be set."""
 

@@ -247,11 +247,11 @@ class _Record:
             self._ledger.after_operation = None
 
     def _note(self, event: Event) -> None:
+        self.events.append(event)
         if event.kind != "wait":
             # A wait ends what another event has begun.
             self._event = event
-        self.events.append(event)
-        self.timeline.append(self._now())
+            self.timeline.append(self._now())
 
     def _look(self) -> None:
         total = self._ledger.num_bytes()
