@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onecopy.core.gradients import _parts
 from onecopy.core.layout import Layout, Piece, Span, balance
 
 NUMELS = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any).map(tuple)
@@ -27,6 +29,22 @@ def _layouts(draw: st.DrawFn) -> Layout:
 
 
 LAYOUTS = _layouts()
+
+
+@given(LAYOUTS)
+def test_gradients_are_copied_in_three_parts_at_most(layout: Layout) -> None:
+    """However many ranks cut a parameter, and into the same elements as its spans."""
+    buffer = torch.zeros(layout.gradient_numel, dtype=torch.int64)
+    for index, spans in enumerate(layout.spans):
+        gradient = torch.arange(1, layout.numels[index] + 1)
+        parts = _parts(buffer.zero_(), spans, layout)
+        assert len(parts) <= 3
+        for target, offset in parts:
+            target.copy_(gradient[offset : offset + target.numel()].view(target.size()))
+        for span in spans:
+            found = buffer[span.start : span.start + span.numel]
+            assert torch.equal(found, gradient[span.offset : span.offset + span.numel])
+        assert buffer.count_nonzero() == layout.numels[index]
 
 
 @given(LAYOUTS)

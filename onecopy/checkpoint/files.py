@@ -78,7 +78,6 @@ class Writer(StorageWriter):
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
-        self.metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer writes one checkpoint."""

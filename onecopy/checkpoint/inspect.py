@@ -14,12 +14,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from onecopy.checkpoint.contents import Contents, contents_of
 from onecopy.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
-from onecopy.checkpoint.disk import naming
 from onecopy.checkpoint.files import METADATA
 from onecopy.checkpoint.folder import LATEST, find_step, step_of, unfinished_in
 from onecopy.checkpoint.huggingface import NOT_EXPORTED
-from onecopy.checkpoint.manifest import MANIFEST, Manifest
-from onecopy.checkpoint.plan import LoadRanges
+from onecopy.checkpoint.manifest import MANIFEST, read_manifest
 from onecopy.checkpoint.source import Source, open_source
 from onecopy.checkpoint.states import GROUPS, STATE
 from onecopy.checkpoint.unpickle import load_object
@@ -149,7 +147,7 @@ def health_of(folder: Path) -> str:
     Returns "complete", or what is wrong.
     """
     try:
-        manifest = _manifest_of(folder)
+        manifest = read_manifest(folder)
         if manifest is None and is_deepspeed(folder):
             DeepSpeedReader(folder).read_metadata()
             return COMPLETE
@@ -164,14 +162,6 @@ def health_of(folder: Path) -> str:
         if found != file.num_bytes:
             return f"damaged: {name} has {found} bytes, not {file.num_bytes}"
     return COMPLETE
-
-
-def _manifest_of(folder: Path) -> Manifest | None:
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    with naming("read", path):
-        return Manifest.from_bytes(path, path.read_bytes())
 
 
 def _size_of(path: Path) -> int | None:
@@ -223,12 +213,10 @@ def _groups(source: Source, key: str) -> list[dict[str, Any]]:
         for one, entry in source.metadata.state_dict_metadata.items()
         if (one == key or one.startswith(f"{key}.")) and isinstance(entry, BytesStorageMetadata)
     ]
-    planner = LoadRanges((), keys, os.fspath(source.path))
-    planner.set_up_planner({}, source.metadata)
-    source.reader.read_data(planner.create_local_plan(), planner).wait()
+    objects = source.read((), keys)
     groups: dict[str, dict[str, Any]] = {}
     for one in keys:
-        value = load_object(f"{one} in {source.path}", planner.objects[one])
+        value = load_object(f"{one} in {source.path}", objects[one])
         if one == key and isinstance(value, list):
             groups |= {str(number): group for number, group in enumerate(value)}
         elif one != key:
@@ -301,7 +289,7 @@ def _steps(root: Path, chosen: Path) -> list[Step]:
 
 def _step(folder: Path, health: str, is_latest: bool) -> Step:
     try:
-        manifest = _manifest_of(folder)
+        manifest = read_manifest(folder)
     except CheckpointError:
         manifest = None
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from onecopy.checkpoint.disk import read_file
 from onecopy.errors import CheckpointError
 
-__all__ = ["MANIFEST", "FileItems", "Manifest", "checksum"]
+__all__ = ["MANIFEST", "FileItems", "Manifest", "checksum", "read_manifest"]
 
 MANIFEST = "onecopy.json"
 FORMAT = 1
@@ -125,3 +126,13 @@ class Manifest:
         for name in (*self.files, *(file for texts in self.configs.values() for file in texts)):
             if Path(name).name != name or name == "..":
                 raise ValueError(f"{name!r} is no name of a file")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read; see `Manifest.from_bytes`.
+    """
+    path = folder / MANIFEST
+    return Manifest.from_bytes(path, read_file(path)) if path.is_file() else None

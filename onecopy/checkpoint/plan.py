@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from onecopy.checkpoint.boxes import Box, overlapping
-from onecopy.checkpoint.ranges import Range
+from onecopy.checkpoint.ranges import Range, memory_order
 from onecopy.errors import CheckpointError
 
 __all__ = ["LoadRanges", "SaveRanges"]
@@ -97,10 +97,11 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu":
         return tensor.to("cpu")
-    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.numel():
-        return tensor.clone() if not tensor.numel() else tensor
-    places = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
-    flat = tensor.permute(places).view(-1)
+    if not tensor.numel():
+        return tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    flat = tensor.permute(memory_order(tensor)).view(-1)
     # Through the buffer protocol: a storage that begins and ends with these bytes, without a copy.
     memory = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
     whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)

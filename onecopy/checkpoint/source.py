@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from onecopy.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
-from onecopy.checkpoint.disk import REMEDIES, naming, read_file
+from onecopy.checkpoint.disk import REMEDIES, naming
 from onecopy.checkpoint.files import METADATA, Reader
 from onecopy.checkpoint.folder import LATEST, find_step
-from onecopy.checkpoint.manifest import MANIFEST, Manifest
+from onecopy.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from onecopy.checkpoint.plan import LoadRanges
+from onecopy.checkpoint.ranges import Range
 from onecopy.errors import CheckpointError
 
 __all__ = ["Source", "open_source"]
@@ -51,6 +54,19 @@ class Source:
             )
         return found
 
+    def read(self, ranges: Iterable[Range], keys: Iterable[str]) -> dict[str, bytes]:
+        """Read tensors into the memory of `ranges`, in this process alone.
+
+        Returns the bytes of the objects that have these keys.
+
+        Raises:
+            CheckpointError: something is not stored completely, or damaged.
+        """
+        planner = LoadRanges(ranges, keys, os.fspath(self.path))
+        planner.set_up_planner({}, self.metadata)
+        self.reader.read_data(planner.create_local_plan(), planner).wait()
+        return planner.objects
+
     @property
     def aliases(self) -> dict[str, str]:
         """Further names of tied weights, and the first ones, where it says. Raises as `run`."""
@@ -84,9 +100,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def _open(folder: Path) -> Source:
-    manifest_path = folder / MANIFEST
-    if manifest_path.is_file():
-        manifest = Manifest.from_bytes(manifest_path, read_file(manifest_path))
+    manifest = read_manifest(folder)
+    if manifest is not None:
         return Source(folder, Reader(folder, manifest), manifest)
     if (folder / METADATA).is_file():
         return Source(folder, Reader(folder), None)

@@ -45,6 +45,7 @@ __all__ = [
     "Path",
     "States",
     "alike_in",
+    "extra_states_in",
     "extra_states_of",
     "key_of",
     "meet",
@@ -330,12 +331,16 @@ def alike_in(model: NamedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def extra_states_of(model: NamedModel) -> Iterator[tuple[str, nn.Module]]:
+def extra_states_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that add something of their own to a state_dict, by the key it has there."""
-    for path, module in model.module.named_modules():
+    for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            name = f"{path}._extra_state" if path else "_extra_state"
-            yield model.prefix + plain_name(name), module
+            yield plain_name(f"{path}._extra_state" if path else "_extra_state"), module
+
+
+def extra_states_of(model: NamedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The same by the keys of the checkpoint."""
+    return ((model.prefix + name, module) for name, module in extra_states_in(model.module))
 
 
 def _add_what_is_alike(model: NamedModel, states: States) -> None:

@@ -6,7 +6,7 @@ Nobody holds more than one of them, so a model of any size can pass through one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from onecopy import handle
 from onecopy.checkpoint.contents import contents_of
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
-from onecopy.checkpoint.plan import LoadRanges
 from onecopy.checkpoint.ranges import whole_tensor
 from onecopy.checkpoint.source import Source, open_source
-from onecopy.checkpoint.states import plain_name
+from onecopy.checkpoint.states import extra_states_in, plain_name
 from onecopy.core.build import has_values
 from onecopy.core.pretrained import persistent_tensors
 from onecopy.errors import CheckpointError, ConfigError, ShardingError
@@ -133,9 +132,7 @@ def read_tensor(source: Source, key: str) -> Tensor:
     entry = source.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata), f"{key} is a tensor"
     value = torch.empty(entry.size, dtype=entry.properties.dtype)
-    planner = LoadRanges([whole_tensor(key, value)], (), os.fspath(source.path))
-    planner.set_up_planner({}, source.metadata)
-    source.reader.read_data(planner.create_local_plan(), planner).wait()
+    source.read([whole_tensor(key, value)], ())
     return value
 
 
@@ -158,7 +155,7 @@ def _module(model: nn.Module) -> Model:
         values += [
             Value(name, dtype, tuple(tensor.shape), read) for name in group if name not in left_out
         ]
-    others = tuple(_extra_states(model))
+    others = tuple(name for name, _ in extra_states_in(model))
     opened = Model(values=values, configs=configs_of(model), left_out=others)
     if engine is None:
         return opened
@@ -167,13 +164,6 @@ def _module(model: nn.Module) -> Model:
     engine.recover()
     engine.check_parameters()
     return replace(opened, world=engine.collectives.groups.world, rest=engine.rest)
-
-
-def _extra_states(model: nn.Module) -> Iterator[str]:
-    """What modules add to a state_dict beside parameters and buffers."""
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield plain_name(f"{path}._extra_state" if path else "_extra_state")
 
 
 def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:

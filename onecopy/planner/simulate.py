@@ -28,6 +28,7 @@ from onecopy.errors import ConfigError
 from onecopy.events import Event
 from onecopy.memory.live_tensors import storage_of, tensors_in
 from onecopy.planner.fake import NEEDS_VALUES, fake_tensors
+from onecopy.report.memory import measure
 
 __all__ = ["MemoryAt", "Simulation", "simulate"]
 
@@ -218,7 +219,7 @@ class _Record:
     """What happens in the measured step."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: _Ledger) -> None:
-        self._units = handle.of(model).engine.units
+        self._model = model
         self._sinks = handle.of(model).events.sinks
         self._optimizer = optimizer
         self._ledger = ledger
@@ -231,13 +232,12 @@ class _Record:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Around the step."""
-        elastic = [tensor for unit in self._units for tensor in unit.state_tensors]
-        elastic += [unit.gradients.buffer for unit in self._units if unit.gradients is not None]
+        units = handle.of(self._model).engine.units
+        elastic = [tensor for unit in units for tensor in unit.state_tensors]
+        elastic += [unit.gradients.buffer for unit in units if unit.gradients is not None]
         storages = {id(one): one for one in map(storage_of, elastic) if one is not None}
         self._ledger.begin(list(storages.values()))
-        self._optimizer_bytes = _bytes_of(
-            value for state in self._optimizer.state.values() for value in tensors_in(state)
-        )
+        self._optimizer_bytes = measure(self._model, self._optimizer).optimizer
         self._ledger.after_operation = self._look
         self._sinks.append(self._note)
         try:
@@ -259,26 +259,14 @@ class _Record:
             self._peak_bytes, self.peak = total, self._now()
 
     def _now(self) -> MemoryAt:
-        parameters = _bytes_of(tensor for unit in self._units for tensor in unit.state_tensors)
-        held = [unit.gradients for unit in self._units if unit.gradients is not None]
-        gradients = _bytes_of(
-            tensor
-            for one in held
-            for tensor in (one.buffer, one.carry, one.mean)
-            if tensor is not None
-        )
-        known = parameters + gradients + self._optimizer_bytes
+        states = measure(self._model)
+        known = states.parameters + states.gradients + self._optimizer_bytes
         return MemoryAt(
             what=self._event.kind,
             unit=self._event.unit,
             phase=self._event.phase,
-            parameters=parameters,
-            gradients=gradients,
+            parameters=states.parameters,
+            gradients=states.gradients,
             optimizer=self._optimizer_bytes,
             rest=self._ledger.num_bytes() - known,
         )
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {id(one): one for one in map(storage_of, tensors) if one is not None}
-    return sum(one.nbytes() for one in storages.values())
