@@ -26,8 +26,8 @@ from onecopy.training.options import TrainOptions
 
 if TYPE_CHECKING:
     from onecopy.planner.plan import Plan
-    from onecopy.planner.rehearsal import Rehearsal
     from onecopy.report.progress import ProgressLine
+    from onecopy.simulator.rehearsal import Rehearsal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +289,7 @@ def _plan(options: CommandOptions) -> None:
     sys.path.insert(0, "")
     found = plan(options.model, **options.settings)
     rehearsal = _rehearse(found, options) if options.simulate else None
-    from onecopy.planner import playback
+    from onecopy.simulator import playback
 
     if options.html:
         from onecopy.planner.page import as_page
@@ -312,7 +312,7 @@ def _plan(options: CommandOptions) -> None:
 
 
 def _rehearse(found: Plan, options: CommandOptions) -> Rehearsal:
-    from onecopy.planner.rehearsal import rehearse
+    from onecopy.simulator.rehearsal import rehearse
 
     return rehearse(found, options.model, options.batch)
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 from onecopy.cli import main
 from onecopy.errors import ConfigError
 from onecopy.planner.plan import plan
-from onecopy.planner.rehearsal import rehearse
+from onecopy.simulator.rehearsal import rehearse
 
 LLAMA = {
     "hidden_size": 64,

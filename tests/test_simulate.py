@@ -15,8 +15,8 @@ from onecopy.comm.groups import ImaginedWorld
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.events import Event, add_sink
 from onecopy.memory.live_tensors import LiveTensors
-from onecopy.planner import fake
-from onecopy.planner.simulate import Simulation, simulate
+from onecopy.simulator import fake
+from onecopy.simulator.simulate import Simulation, simulate
 from onecopy.training.model import GPT, GPTConfig
 from tests.pool import Pool
 

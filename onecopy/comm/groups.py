@@ -92,7 +92,7 @@ def join_launched(backend: str | None = None, device: torch.device | None = None
 class ImaginedWorld:
     """A world of which only one rank is there: nothing is sent, the others do what it does.
 
-    In the place of a mesh, for the planner's simulation.
+    In the place of a mesh, for the simulator.
 
     native: transfers take the memory that a backend's own collectives take (NCCL), else that of
         messages from rank to rank (Gloo).

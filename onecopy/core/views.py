@@ -20,7 +20,7 @@ def view_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Te
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it only says what a tensor would be: torch's FakeTensor, which the planner uses."""
+    """Whether it only says what a tensor would be: torch's FakeTensor, which the simulator uses."""
     return type(tensor).__name__ == "FakeTensor"
 
 

@@ -18,7 +18,7 @@ from onecopy.comm.groups import ImaginedWorld
 from onecopy.errors import ConfigError
 from onecopy.planner import sources
 from onecopy.planner.options import OPTIMIZERS
-from onecopy.planner.simulate import Simulation, simulate
+from onecopy.simulator.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
     from onecopy.planner.plan import Plan

@@ -27,8 +27,8 @@ from onecopy.comm.groups import ImaginedWorld
 from onecopy.errors import ConfigError
 from onecopy.events import Event
 from onecopy.memory.live_tensors import storage_of, tensors_in
-from onecopy.planner.fake import NEEDS_VALUES, fake_tensors
 from onecopy.report.memory import measure
+from onecopy.simulator.fake import NEEDS_VALUES, fake_tensors
 
 __all__ = ["MemoryAt", "Simulation", "simulate"]
 

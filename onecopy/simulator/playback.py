@@ -17,8 +17,8 @@ from onecopy.planner.sizes import amount, shown, unit_for
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onecopy.planner.rehearsal import Rehearsal
-    from onecopy.planner.simulate import MemoryAt, Simulation
+    from onecopy.simulator.rehearsal import Rehearsal
+    from onecopy.simulator.simulate import MemoryAt, Simulation
 
 __all__ = ["as_html", "print_rehearsal", "to_json"]
 
