@@ -9,6 +9,7 @@ OneCopyError
 |- UnitStateError          an illegal move of a unit (a bug in onecopy, or a caller of internals)
 |- CheckpointError         a file of weights is missing, damaged, or does not fit the model
 |  `- SavePendingError     a checkpoint of the model is still being written
+|- RunError                a run's folder is missing, damaged, or in use by another run
 |- CommunicationError      a transfer failed: a peer died, or the connection broke
 `- LaunchError             a rank process that onecopy started has failed
 
@@ -26,6 +27,7 @@ __all__ = [
     "MismatchError",
     "OneCopyError",
     "ParameterReleasedError",
+    "RunError",
     "SavePendingError",
     "ShardingError",
     "UnitStateError",
@@ -66,6 +68,10 @@ class CheckpointError(OneCopyError, RuntimeError):
 
 class SavePendingError(CheckpointError):
     """A checkpoint of the model is still being written, and the caller did not want to wait."""
+
+
+class RunError(OneCopyError, RuntimeError):
+    """The folder of a run is missing, damaged, or holds another run."""
 
 
 class CommunicationError(OneCopyError, RuntimeError):
