@@ -5,7 +5,8 @@ as long as they do the same. A transfer that the schedule does not foresee is fi
 vote: each rank posts its wish for the position to the process group's store. All wish the same:
 go on. One differs: every rank raises `DivergenceError` at once. One is missing: it may merely be
 late (it compiles, it loads data), so a warning names it after five seconds, and it is an error
-only when it has ended or when the process group's timeout is over.
+only when it has ended (each rank says so at its end, and of one that was killed the others on its
+machine do) or when the process group's timeout is over.
 
 Transfers that the schedule foresees are only counted. A rank that makes no progress for a moment
 looks at the positions that the others have posted and casts its votes for them afterwards: so a
@@ -26,7 +27,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from onecopy.comm.groups import Group
-from onecopy.errors import DivergenceError
+from onecopy.comm.processes import has_ended, own_process
+from onecopy.errors import CommunicationError, DivergenceError, OneCopyError
 
 __all__ = ["Agreement"]
 
@@ -37,7 +39,16 @@ LOGGER = logging.getLogger("onecopy")
 LOOK_AFTER = 0.5
 LOOK_AT_MOST_EVERY = 5.0
 WARN_AFTER = 5.0
+GONE_WITHIN = 0.5
 HISTORY = 65_536
+_STORE_IS_GONE = (
+    "the process group's store is gone ({}): the rank that holds it, most often rank 0, has ended; "
+    "its own output says why"
+)
+# What a verdict can be, by the name that it has in the store.
+_KINDS: dict[str, type[OneCopyError]] = {
+    kind.__name__: kind for kind in (CommunicationError, DivergenceError)
+}
 FOR_ALL = (
     "All ranks save, load, run backward and use whole values together, in the same order: look for "
     "control flow that depends on the rank or its data, such as `if rank == 0:` around a save, an "
@@ -62,11 +73,13 @@ class Agreement:
         self._lock = threading.Lock()
         self._blocked_since: float | None = None
         self._is_voting = False
-        self._failure: str | None = None
+        self._verdict: tuple[type[OneCopyError], str] | None = None
+        self._processes: dict[int, str] = {}
         self._store: dist.Store | None = None
         if group.process_group is not None:
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"onecopy/{key}", store)
+            self._store.set(f"process/{group.rank}", own_process())
             self._store.set(f"at/{group.rank}", "0|the end of shard")
             self._start_watching()
 
@@ -79,7 +92,8 @@ class Agreement:
         """Count a use, and return when all ranks have wished the same.
 
         Raises:
-            DivergenceError: a rank wishes something else, has ended, or did not come in time.
+            DivergenceError: a rank wishes something else, or did not come in time.
+            CommunicationError: a rank was killed.
         """
         self.scheduled(wish)
         if self._store is None:
@@ -108,14 +122,14 @@ class Agreement:
 
         Raises:
             DivergenceError: the wait failed because ranks had diverged.
+            CommunicationError: it failed because a rank was killed.
         """
         self._blocked_since = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            self._read_verdict()
-            if self._failure is not None:
-                raise DivergenceError(self._failure) from error
+            self._explain_failure()
+            self._raise_verdict(error)
             raise
         finally:
             self._blocked_since = None
@@ -161,42 +175,50 @@ class Agreement:
             for rank in range(self._group.size):
                 store.delete_key(f"value/{position - 1}/{rank}")
 
-    def _fail(self, verdict: str) -> None:
+    def _fail(self, text: str, kind: type[OneCopyError] = DivergenceError) -> None:
         assert self._store is not None, "only ranks with a store vote"
-        self._failure = self._store.compare_set("verdict", "", verdict).decode()
+        self._take(self._store.compare_set("verdict", "", f"{kind.__name__}|{text}"))
+
+    def _take(self, verdict: bytes) -> None:
+        name, text = verdict.decode().split("|", 1)
+        self._verdict = _KINDS[name], text
 
     def _read_verdict(self) -> None:
-        if self._store is None or self._failure is not None:
+        if self._store is None or self._verdict is not None:
             return
         try:
             if self._store.check(["verdict"]):
-                self._failure = self._store.get("verdict").decode()
+                self._take(self._store.get("verdict"))
         except RuntimeError as error:
-            self._failure = (
-                f"the process group's store is gone ({error}): the rank that holds it, most often "
-                "rank 0, has ended; its own output says why"
-            )
+            self._verdict = CommunicationError, _STORE_IS_GONE.format(error)
+
+    def _raise_verdict(self, cause: Exception | None = None) -> None:
+        if self._verdict is not None:
+            kind, text = self._verdict
+            raise kind(text) from cause
 
     def _await_all(self, position: int) -> None:
         store, pause, started = self._store, 2e-5, time.monotonic()
         assert store is not None, "only ranks with a store wait for votes"
         # The stubs of torch lack it. A default store has the process group's timeout.
         timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        warn_at = started + WARN_AFTER
-        while self._failure is None and not store.check([f"agreed/{position}"]):
+        warn_at, look_at = started + WARN_AFTER, started + LOOK_AFTER
+        while self._verdict is None and not store.check([f"agreed/{position}"]):
             time.sleep(pause)
             now = time.monotonic()
             if pause < 2e-3:
                 pause *= 1.3
             else:
                 self._read_verdict()
+            if now > look_at:
+                look_at = now + LOOK_AFTER
+                self._look_for_killed()
             if now > warn_at:
                 warn_at = float("inf")
                 LOGGER.warning(self._describe_wait(position, now - started))
             if now - started > timeout:
                 self._fail(self._describe_wait(position, now - started) + ". Giving up")
-        if self._failure is not None:
-            raise DivergenceError(self._failure)
+        self._raise_verdict()
 
     # Watching ---------------------------------------------------------------------------------
 
@@ -246,7 +268,40 @@ class Agreement:
                     f"{self._wish_at(position)}: give every rank the same number of batches, and "
                     "call on every rank what all do together"
                 )
+        self._look_for_killed()
         self._read_verdict()
+
+    def _look_for_killed(self) -> None:
+        """Fail for a rank of this machine whose process has ended, but which has not said so."""
+        if self._store is None or self._verdict is not None:
+            return
+        try:
+            for rank, (at, _) in self._positions().items():
+                if rank not in self._processes:
+                    self._processes[rank] = self._store.get(f"process/{rank}").decode()
+                if at < 0 or not has_ended(self._processes[rank]):
+                    continue
+                # It may have said so just now.
+                if self._positions()[rank][0] >= 0:
+                    self._fail(
+                        f"the process of rank {self._group.ranks[rank]} has ended without a word: "
+                        "it has crashed, or was killed (for want of memory?). Its own output and "
+                        "the system's log say why",
+                        CommunicationError,
+                    )
+        except RuntimeError:
+            self._read_verdict()
+
+    def _explain_failure(self) -> None:
+        """A transfer has failed: is there a verdict, or is one due?
+
+        The connections of a process go a moment before itself.
+        """
+        self._read_verdict()
+        deadline = time.monotonic() + GONE_WITHIN
+        while self._store is not None and self._verdict is None and time.monotonic() < deadline:
+            self._look_for_killed()
+            time.sleep(GONE_WITHIN / 20)
 
     def _start_watching(self) -> None:
         stop = threading.Event()
@@ -263,7 +318,7 @@ class Agreement:
         since = self._blocked_since
         if since is None:
             return
-        if self._failure is not None:
+        if self._verdict is not None:
             self._interrupt()
         elif time.monotonic() - since > WARN_AFTER and self.position not in warned:
             warned.add(self.position)
