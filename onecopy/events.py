@@ -51,6 +51,8 @@ class Event:
     group: shard or replica, the group the bytes travel in; empty for local events.
     seconds: time that this rank was blocked (wait, stage and save only); a save in the background
         blocks nobody but takes as long.
+    what: what it was blocked in (wait only): gather, reduce or refresh of the unit, or agree (ranks
+        compared what they want next, or shared a small number, such as a norm).
     value: the loss scale from now on (scale only).
     """
 
@@ -60,6 +62,7 @@ class Event:
     num_bytes: int = 0
     group: str = ""
     seconds: float = 0.0
+    what: str = ""
     value: float = 0.0
 
 
@@ -75,7 +78,7 @@ class Events:
         self.sinks: list[Sink] = list(sinks)
         self.phase = "api"
 
-    def emit(
+    def emit(  # noqa: PLR0913
         self,
         kind: Kind,
         unit: str = "",
@@ -83,6 +86,7 @@ class Events:
         num_bytes: int = 0,
         group: str = "",
         seconds: float = 0.0,
+        what: str = "",
         value: float = 0.0,
     ) -> None:
         """Hand one event to every sink, in the order in which the sinks were added."""
@@ -95,6 +99,7 @@ class Events:
             num_bytes=num_bytes,
             group=group,
             seconds=seconds,
+            what=what,
             value=value,
         )
         for sink in self.sinks:

@@ -28,7 +28,9 @@ import torch.distributed as dist
 
 from onecopy.comm.groups import Group
 from onecopy.comm.processes import has_ended, own_process
+from onecopy.comm.waits import Wait
 from onecopy.errors import CommunicationError, DivergenceError, OneCopyError
+from onecopy.events import Events
 
 __all__ = ["Agreement"]
 
@@ -64,9 +66,12 @@ class Agreement:
         position: how many uses of units have been counted so far.
     """
 
-    def __init__(self, group: Group, key: str, interrupt: Callable[[], None]) -> None:
+    def __init__(
+        self, group: Group, key: str, interrupt: Callable[[], None], events: Events
+    ) -> None:
         self.position = 0
         self._group = group
+        self._events = events
         self._interrupt = interrupt
         self._wishes: deque[str] = deque(maxlen=HISTORY)
         self._voted: set[int] = set()
@@ -100,8 +105,9 @@ class Agreement:
             return
         self._is_voting = True
         try:
-            self._vote(self.position)
-            self._await_all(self.position)
+            with Wait("agree", self._group.ranks, events=self._events):
+                self._vote(self.position)
+                self._await_all(self.position)
         finally:
             self._is_voting = False
 

@@ -12,7 +12,6 @@ one slice is far longer than others, all but an equal part, and then what of the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 
 import torch
@@ -21,22 +20,25 @@ import torch.distributed as dist
 from onecopy.comm.agreement import Agreement
 from onecopy.comm.groups import Group, Groups
 from onecopy.comm.transport import (
+    Finish,
     Hop,
     Mean,
     Messages,
     Native,
     Nothing,
     Transport,
-    Wait,
     parts_to_sum,
     shares,
 )
+from onecopy.comm.waits import Wait
 from onecopy.errors import CommunicationError, OneCopyError
 from onecopy.events import Events
 
 __all__ = ["Collectives", "Pending"]
 
 Steps = Generator[None, None, torch.Tensor]
+# The verb and the unit's name, for whoever tells of a wait.
+Names = tuple[str, str]
 
 # Tags: each model has a range of its own in the process group, each unit two tags in it.
 TAGS_PER_MODEL = 1 << 16
@@ -82,8 +84,10 @@ class Collectives:
         self, groups: Groups, *, key: str, model_number: int, native: bool, events: Events
     ) -> None:
         self.groups = groups
-        self.agreement = Agreement(groups.world, key, self._interrupt)
+        self.agreement = Agreement(groups.world, key, self._interrupt, events)
         self.events = events
+        # By number; set when there are units.
+        self.unit_names: Sequence[str] = ()
         # From TAGS_PER_MODEL on: small tags, 0 above all, are those of the user's own messages.
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._transport: Transport = Native() if native else Messages()
@@ -92,7 +96,13 @@ class Collectives:
             self._transport = Nothing(native=native)
 
     def gather(
-        self, flat: torch.Tensor, own: torch.Tensor, numels: Sequence[int], unit: int
+        self,
+        flat: torch.Tensor,
+        own: torch.Tensor,
+        numels: Sequence[int],
+        unit: int,
+        *,
+        verb: str = "gather",
     ) -> Pending:
         """Collect the slices of all ranks of the shard group into `flat`.
 
@@ -101,10 +111,12 @@ class Collectives:
             own: this rank's values, in the dtype of flat; may be its own slice.
             numels: elements of each slice, 0 allowed.
             unit: number of the unit, the same on all ranks.
+            verb: names the wait for it: "gather" or "refresh".
         """
         group = self.groups.shard
         hop = Hop(group, numels, self._tag(unit, GATHER))
-        return Pending(self._gather(flat, own, hop), own.nbytes * (group.size - 1))
+        steps = self._gather(flat, own, hop, self._names(verb, unit))
+        return Pending(steps, own.nbytes * (group.size - 1))
 
     def reduce(
         self, buffer: torch.Tensor, numels: Sequence[int], master_dtype: torch.dtype, unit: int
@@ -152,7 +164,7 @@ class Collectives:
         if group.process_group is not None:
             operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             self.agreement.scheduled(what)
-            with self.agreement.blocked():
+            with Wait("agree", group.ranks, events=self.events), self.agreement.blocked():
                 dist.all_reduce(values, operation, group=group.process_group)
         return values
 
@@ -170,7 +182,7 @@ class Collectives:
         values[world.rank] = value
         if world.size > 1:
             self.agreement.scheduled(what)
-            with self.agreement.blocked():
+            with Wait("agree", world.ranks, events=self.events), self.agreement.blocked():
                 dist.all_reduce(values, group=world.process_group)
         numbers: list[float] = values.tolist()
         return numbers
@@ -189,7 +201,10 @@ class Collectives:
     def _tag(self, unit: int, verb: int) -> int:
         return self._first_tag + 2 * unit + verb
 
-    def _gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Steps:
+    def _names(self, verb: str, unit: int) -> Names:
+        return verb, self.unit_names[unit] if unit < len(self.unit_names) else ""
+
+    def _gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop, names: Names) -> Steps:
         group = hop.group
         place = flat.narrow(0, sum(hop.numels[: group.rank]), hop.numels[group.rank])
         if group.size > 1:
@@ -199,7 +214,7 @@ class Collectives:
             place.copy_(own)
         if group.size > 1:
             yield
-            self._blocking(wait, group)
+            self._blocking(wait, group, names)
         return flat
 
     def _reduce(
@@ -212,6 +227,7 @@ class Collectives:
     ) -> Steps:
         """See `reduce`; `summed` says how many elements each rank sums, `owned` who gets them."""
         (shard, numels, tag), replica = owned, self.groups.replica
+        names = self._names("reduce", unit)
         # The sum of all ranks is multiplied by 1/N once, by its owner, in the last hop that sums.
         scale = 1.0 / self.groups.world.size
         part = buffer
@@ -219,13 +235,13 @@ class Collectives:
             mean = Mean(master_dtype, scale if replica.size == 1 else 1.0)
             wait = self._transport.reduce(part, mean, Hop(shard, summed, tag))
             yield
-            part = self._blocking(wait, shard)
+            part = self._blocking(wait, shard, names)
             if summed is not numels:
                 # With what all ranks have sent: given back before the sums of others come.
                 del wait
                 wait = self._transport.deal(part, summed, owned)
                 yield
-                part = self._blocking(wait, shard)
+                part = self._blocking(wait, shard, names)
         if replica.size > 1:
             # All-reduce as reduce, then gather of the means: the order of summation is defined,
             # and every replica holds the same bits, those that travelled.
@@ -234,18 +250,22 @@ class Collectives:
             hop = Hop(replica, chunks, tag)
             wait = self._transport.reduce(wire, Mean(master_dtype, scale), hop)
             yield
-            own = self._blocking(wait, replica).to(wire.dtype)
+            own = self._blocking(wait, replica, names).to(wire.dtype)
             part = torch.empty_like(wire)
-            yield from self._gather(part, own, Hop(replica, chunks, self._tag(unit, GATHER)))
+            hop = Hop(replica, chunks, self._tag(unit, GATHER))
+            yield from self._gather(part, own, hop, names)
         # Never in the storage of the local buffer.
         return part.to(master_dtype, copy=part is buffer)
 
-    def _blocking(self, wait: Wait, group: Group) -> torch.Tensor:
+    def _blocking(self, finish: Finish, group: Group, names: Names) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
-        started = time.perf_counter() if self.events.sinks else 0.0
+        verb, unit = names
         try:
-            with self.agreement.blocked():
-                result = wait()
+            with (
+                Wait(verb, group.ranks, unit=unit, events=self.events),
+                self.agreement.blocked(),
+            ):
+                return finish()
         except OneCopyError:
             raise
         except RuntimeError as error:
@@ -253,9 +273,6 @@ class Collectives:
                 f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} "
                 f"failed ({error}). Most often a peer has ended; its own output says why"
             ) from error
-        if self.events.sinks:
-            self.events.emit("wait", seconds=time.perf_counter() - started)
-        return result
 
     def _interrupt(self) -> None:
         """Free a main thread that is blocked in a transfer which will never end."""

@@ -20,19 +20,19 @@ import torch.distributed as dist
 from onecopy.comm.groups import Group
 
 __all__ = [
+    "Finish",
     "Hop",
     "Mean",
     "Messages",
     "Native",
     "Nothing",
     "Transport",
-    "Wait",
     "parts_to_sum",
     "shares",
 ]
 
 # Waits for one hop and returns what it produced: the sum for a reduce, the buffer for a gather.
-Wait = Callable[[], torch.Tensor]
+Finish = Callable[[], torch.Tensor]
 
 # Elements that are summed and scaled at a time: two fp32 blocks fit the cache of a core.
 BLOCK_NUMEL = 1 << 16
@@ -83,11 +83,11 @@ class Mean(NamedTuple):
 class Transport(Protocol):
     """How a hop is made."""
 
-    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Wait: ...
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish: ...
 
-    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait: ...
+    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Finish: ...
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait: ...
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish: ...
 
     def interrupt(self, group: Group, tag: int) -> None: ...
 
@@ -102,10 +102,10 @@ class Nothing:
     def __init__(self, *, native: bool) -> None:
         self._is_native = native
 
-    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Wait:
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
         return lambda: flat
 
-    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait:
+    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Finish:
         first = sum(hop.numels[: hop.group.rank])
         own = buffer[first : first + hop.numels[hop.group.rank]]
         one = torch.empty_like(own)
@@ -122,7 +122,7 @@ class Nothing:
 
         return wait
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait:
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
         total = part.new_empty(hop.numels[hop.group.rank])
         return lambda: total
 
@@ -133,7 +133,7 @@ class Nothing:
 class Messages:
     """Messages from rank to rank (Gloo); empty slices send none."""
 
-    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Wait:
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
         group, slices = hop.group, flat.split_with_sizes(hop.numels)
         works = _exchange(hop, slices, [own for _ in group.ranks])
 
@@ -144,7 +144,7 @@ class Messages:
 
         return wait
 
-    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait:
+    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Finish:
         group, slices = hop.group, buffer.split_with_sizes(hop.numels)
         own = slices[group.rank]
         parts = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
@@ -157,7 +157,7 @@ class Messages:
 
         return wait
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait:
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
         """From parts of `numels` elements on the ranks to the slices that they own."""
         rank = hop.group.rank
         total = part.new_empty(hop.numels[rank])
@@ -187,7 +187,7 @@ class Messages:
 class Native:
     """The backend's own collectives (NCCL)."""
 
-    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Wait:
+    def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
         group = hop.group
         if hop.is_even:
             works = [dist.all_gather_single(flat, own, group=group.process_group, async_op=True)]
@@ -203,7 +203,7 @@ class Native:
 
         return wait
 
-    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Wait:
+    def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Finish:
         group = hop.group
         own = hop.numels[group.rank]
         if buffer.dtype == mean.dtype and hop.is_even:
@@ -228,7 +228,7 @@ class Native:
 
         return wait_and_sum
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Wait:
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
         rank = hop.group.rank
         total = part.new_empty(hop.numels[rank])
         received, sent = shares(rank, hop.numels, numels), shares(rank, numels, hop.numels)

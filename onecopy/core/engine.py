@@ -66,6 +66,7 @@ class Engine:
             Unit(number, spec, self._stage_of(spec), collectives, self.touch)
             for number, spec in enumerate(specs)
         ]
+        collectives.unit_names = [unit.name for unit in self.units]
         self.gradients = [unit.gradients for unit in self.units if unit.gradients is not None]
         self.loss_scale = make_loss_scale(self.gradients, config.precision_policy.loss_scale)
         self.owned = OwnedGradients(self.units, collectives)

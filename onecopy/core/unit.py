@@ -533,9 +533,8 @@ class Unit:
             )
 
     def _send_own(self, kind: str) -> None:
-        self._pending = self._collectives.gather(
-            self.flat, self._rounded_master(), self.layout.slice_numels, self.number
-        )
+        own, numels = self._rounded_master(), self.layout.slice_numels
+        self._pending = self._collectives.gather(self.flat, own, numels, self.number, verb=kind)
         self.state = UnitState.GATHERING
         self._events.emit(
             "refresh" if kind == "refresh" else "gather",
