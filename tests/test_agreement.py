@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onecopy
+from onecopy.comm import agreement
 from tests import models
 from tests.pool import Pool, RankError
 from tests.runs import OPTIMIZERS
@@ -45,6 +49,15 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, side: str) -> None
     optimizer.zero_grad()
 
 
+def _often() -> AbstractContextManager[Any]:
+    """Inside, ranks that wait look at one another often; what they find is the same."""
+    return mock.patch.multiple(agreement, LOOK_AFTER=0.05, LOOK_AT_MOST_EVERY=0.1)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 def take_sides(trained_steps: int) -> None:
     """Rank 0 goes left, the others right, at once or after common steps."""
     model, optimizer = _branches()
@@ -68,11 +81,16 @@ def one_more_forward() -> None:
 def one_more_step() -> None:
     """Rank 0 has one more batch; the others are done and have left."""
     model, optimizer = _branches()
-    for _ in range(3 + (dist.get_rank() == 0)):
+    for _ in range(3):
         _step(model, optimizer, "left")
     if dist.get_rank():
         onecopy.handle.of(model).engine.collectives.agreement.close()
-        time.sleep(8)
+        _store().wait(["rank 0 has heard of it"])  # their connections do not tell it
+        return
+    try:
+        _step(model, optimizer, "left")
+    finally:
+        _store().set("rank 0 has heard of it", "")
 
 
 def full_on_one_rank() -> None:
@@ -106,8 +124,13 @@ def other_backward() -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
+def diverge(function: Callable[..., None], arguments: tuple[Any, ...], often: bool) -> None:
+    """Call the function where ranks look as seldom as they do, or often."""
+    with _often() if often else nullcontext():
+        function(*arguments)
+
+
+DIVERGE = pytest.mark.parametrize(
     ("function", "arguments", "names"),
     [
         (take_sides, (0,), ["left.0", "right.0"]),
@@ -126,21 +149,44 @@ def other_backward() -> None:
         "other backward",
     ],
 )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@DIVERGE
 def test_divergence_is_named(
     pool: Pool, world: int, function: Any, arguments: tuple[Any, ...], names: list[str]
 ) -> None:
-    """Well before the process group's timeout, with ranks and units in the message."""
+    """With ranks and units in the message, on each that waits."""
+    _check_divergence(pool, world, function, arguments, names, often=True)
+
+
+def test_divergence_is_named_in_time(pool: Pool) -> None:
+    """Well before the process group's timeout, where the most rounds of looking are needed."""
     started = time.monotonic()
+    _check_divergence(pool, 2, one_more_forward, (), ["rank 0", "left.1"], often=False)
+    assert time.monotonic() - started < 40, "an error that takes this long is a hang"
+
+
+def _check_divergence(
+    pool: Pool,
+    world: int,
+    function: Any,
+    arguments: tuple[Any, ...],
+    names: list[str],
+    *,
+    often: bool,
+) -> None:
     results = pool.run(
         world,
+        diverge,
         function,
-        *arguments,
+        arguments,
+        often,
         timeout=60,
         group_timeout=50,
         expect_failures=True,
         record_warnings=True,
     )
-    assert time.monotonic() - started < 40, "an error that takes this long is a hang"
     errors = [result for result in results if isinstance(result, RankError)]
     assert errors, "ranks that diverge must fail"
     if function is not one_more_step:
@@ -177,31 +223,44 @@ def test_stages_that_keep_parameters_allow_other_branches(pool: Pool) -> None:
 
 
 class _Messages(logging.Handler):
-    def __init__(self) -> None:
+    """What has been logged; `heard` is called at each message."""
+
+    def __init__(self, heard: Callable[[], None]) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self._heard = heard
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        self._heard()
 
 
-def late_by(seconds: float, trained_steps: int) -> list[str]:
-    """The last rank is late, but comes."""
-    messages = _Messages()
-    logging.getLogger("onecopy").addHandler(messages)
+def late_step(trained_steps: int) -> list[str]:
+    """Rank 1 comes when rank 0 has warned of it."""
     model, optimizer = _branches()
     for _ in range(trained_steps):
         _step(model, optimizer, "left")
-    if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(seconds)
+    soon = mock.patch.object(agreement, "WARN_AFTER", 0.2)
+
+    def come() -> None:
+        soon.stop()
+        _store().set("rank 0 has warned", "")
+
+    messages = _Messages(come if dist.get_rank() == 0 else lambda: None)
+    logging.getLogger("onecopy").addHandler(messages)
+    if dist.get_rank() == 0:
+        soon.start()
+    else:
+        _store().wait(["rank 0 has warned"])
     _step(model, optimizer, "left")
+    logging.getLogger("onecopy").removeHandler(messages)
     return messages.texts
 
 
 @pytest.mark.parametrize("trained_steps", [0, 3])
 def test_a_late_rank_is_named_and_waited_for(pool: Pool, trained_steps: int) -> None:
-    """A warning after five seconds names it; when it comes, training goes on."""
-    early, late = pool.run(2, late_by, 7.0, trained_steps)
+    """A warning names it; when it comes, training goes on."""
+    early, late = pool.run(2, late_step, trained_steps)
     assert late == []
     (text,) = early
     assert "rank 0 has waited" in text
