@@ -135,7 +135,7 @@ def test_command_shows_and_writes_it(
     assert "Simulated: stage" in shown
     assert "activations and temporaries" in shown
     assert "Along the step" in shown
-    assert page.read_text().count("<svg") == 2
+    assert page.read_text().count("<polygon") == 4
     assert main([*circumstances, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["simulation"]
     assert found["peak"]["total"] == max(

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from onecopy.planner.memory import KINDS
-from onecopy.planner.sizes import amount, shown, unit_for
+from onecopy.planner.sizes import shown
+from onecopy.report.amounts import amount, unit_for
 
 if TYPE_CHECKING:
     from onecopy.planner.plan import Plan

@@ -15,8 +15,8 @@ from onecopy.core.stages import STAGES
 from onecopy.planner.memory import KINDS
 from onecopy.planner.options import OPTIMIZERS
 from onecopy.planner.rows import Question, Row
-from onecopy.planner.sizes import amount, unit_for
 from onecopy.planner.sources import Origin
+from onecopy.report.amounts import amount, unit_for
 
 __all__ = ["Recommendation", "advice_for", "recommend"]
 

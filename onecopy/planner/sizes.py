@@ -1,4 +1,4 @@
-"""Numbers as people write and read them: "7.5B" parameters, GB of memory."""
+"""Numbers of parameters as people write and read them: "7.5B"."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 
 from onecopy.errors import ConfigError
 
-__all__ = ["amount", "is_parameters", "parse_parameters", "shown", "unit_for"]
+__all__ = ["is_parameters", "parse_parameters", "shown"]
 
 PARAMETERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-UNITS = {"MB": 1e6, "GB": 1e9}
 NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -42,16 +41,3 @@ def shown(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.4g}{unit}"
     return f"{number:g}"
-
-
-def amount(num_bytes: float, unit: str) -> str:
-    """Bytes in a unit of `UNITS`: one digit after the point, more where that would show none."""
-    value = num_bytes / UNITS[unit]
-    if value == 0 or value >= 0.95:
-        return f"{value:,.1f}"
-    return f"{value:.2f}" if value >= 0.01 else f"{value:.1g}"
-
-
-def unit_for(num_bytes: float) -> str:
-    """The unit in which this amount is read best."""
-    return "GB" if num_bytes >= UNITS["GB"] / 2 else "MB"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from onecopy.planner.sizes import amount, shown, unit_for
+from onecopy.planner.sizes import shown
+from onecopy.report import charts, html
+from onecopy.report.amounts import amount, unit_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +30,8 @@ KINDS = {
     "rest": "activations and temporaries",
 }
 # As in the bars of a plan.
-COLOURS = dict(zip(KINDS, "#0072b2 #e69f00 #009e73 #cc79a7".split(), strict=True))
+COLOURS = {"parameters": 0, "gradients": 1, "optimizer": 2, "rest": 5}
 SENT = ("gather", "reduce", "refresh")
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 260, 64, 28, 24
 MOMENTS, BAR = 24, 40
 
 
@@ -127,73 +127,33 @@ def as_html(rehearsal: Rehearsal) -> str:
         (f"sent by {count} x {kind}", amount(num_bytes, unit))
         for kind, count, num_bytes in _transfers(found)
     ]
-    body = "\n".join(f"<tr><td>{escape(name)}</td><td>{cell}</td></tr>" for name, cell in rows)
-    return (
-        '<div class="onecopy-plan">\n'
-        f"<p><strong>{escape(_title(rehearsal))}</strong></p>\n{_svg(found, unit)}\n"
-        f"<table>\n<thead><tr><th>{unit} at the peak</th><th></th></tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody>\n</table>\n"
-        f'<p class="note">The peak is {escape(_moment(found.peak))}.</p>\n</div>'
+    return html.part(
+        f"<h2>{html.escape(_title(rehearsal))}</h2>",
+        charts.legend({name: COLOURS[kind] for kind, name in KINDS.items()}),
+        _plot(found, unit).html(),
+        html.table([f"{unit} at the peak", ""], [html.Cells(name, (cell,)) for name, cell in rows]),
+        f'<p class="note">The peak is {html.escape(_moment(found.peak))}.</p>',
     )
 
 
-def _svg(found: Simulation, unit: str) -> str:
+def _plot(found: Simulation, unit: str) -> charts.Plot:
     """Memory at each event of the step, its kinds on top of each other."""
     moments = found.timeline
-    across = (WIDTH - LEFT) / max(1, len(moments) - 1)
-    up = (HEIGHT - TOP - BOTTOM) / max(1, found.peak.total)
-    base = [0] * len(moments)
-    inside = list(_legend())
-    for kind in KINDS:
-        upper = [low + getattr(at, kind) for low, at in zip(base, moments, strict=True)]
-        inside.append(_area(base, upper, across, up, kind))
-        base = upper
-    inside += _phases(moments, across)
-    top = HEIGHT - BOTTOM - found.peak.total * up
-    inside.append(
-        f'<text x="{LEFT - 6}" y="{top + 4:.1f}" text-anchor="end">'
-        f"{amount(found.peak.total, unit)} {unit}</text>"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'style="max-width:{WIDTH}px;width:100%;font:12px system-ui,sans-serif" '
-        'fill="currentColor"><title>Memory of the rank along one training step</title>'
-        + "".join(inside)
-        + "</svg>"
+    parts = {KINDS[kind]: [getattr(at, kind) for at in moments] for kind in KINDS}
+    colours = {name: COLOURS[kind] for kind, name in KINDS.items()}
+    return charts.Plot(
+        title="Memory of the rank along one training step",
+        x=charts.Scale(0, max(1, len(moments) - 1)),
+        y=charts.Scale(0, found.peak.total, lambda value: f"{amount(value, unit)} {unit}"),
+        layers=charts.stacked(range(len(moments)), parts, colours),
+        marks=list(_phases(moments)),
     )
 
 
-def _area(low: list[int], high: list[int], across: float, up: float, kind: str) -> str:
-    """What one kind takes, between the kinds below and above it."""
-
-    def points(values: list[int]) -> list[str]:
-        return [
-            f"{LEFT + number * across:.1f},{HEIGHT - BOTTOM - value * up:.1f}"
-            for number, value in enumerate(values)
-        ]
-
-    edge = " ".join([*points(high), *reversed(points(low))])
-    return f'<polygon points="{edge}" fill="{COLOURS[kind]}"><title>{KINDS[kind]}</title></polygon>'
-
-
-def _legend() -> Iterator[str]:
-    for number, (kind, name) in enumerate(KINDS.items()):
-        x = LEFT + number * 164
-        yield f'<rect x="{x}" y="4" width="10" height="10" fill="{COLOURS[kind]}"/>'
-        yield f'<text x="{x + 15}" y="13">{name}</text>'
-
-
-def _phases(moments: list[MemoryAt], across: float) -> Iterator[str]:
-    """Where forward, backward and the optimizer's step begin; names only where there is room."""
-    last, free = "", 0.0
+def _phases(moments: list[MemoryAt]) -> Iterator[charts.Mark]:
+    """Where forward, backward and the optimizer's step begin."""
+    last = ""
     for number, at in enumerate(moments):
-        if at.phase == last:
-            continue
-        last, x = at.phase, LEFT + number * across
-        yield (
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM + 4}" '
-            'stroke="currentColor" stroke-opacity=".5"/>'
-        )
-        if x >= free:
-            yield f'<text x="{x + 3:.1f}" y="{HEIGHT - 8}">{at.phase}</text>'
-            free = x + 9 * len(at.phase)
+        if at.phase != last:
+            last = at.phase
+            yield charts.Mark(number, at.phase)

@@ -1,0 +1,244 @@
+"""Bars, areas and curves as inline SVG, with their words in HTML around them.
+
+The shapes stretch with the page and the words do not: a page on a telephone has the same size of
+letters as one on a wide screen. Positions are in percent, from the left and from the top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onecopy.report.html import escape, swatch
+
+__all__ = ["Bar", "Layer", "Mark", "Plot", "Scale", "bars", "legend", "shares", "stacked"]
+
+# What a letter takes of a plot at its narrowest, in percent.
+LETTER = 2.6
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar of stacked parts.
+
+    parts: (colour, length, what a pointer on it is told). name and value: the words before and
+    behind it. group: a heading above it, where it is the first of several.
+    """
+
+    name: str
+    parts: tuple[tuple[int, float, str], ...]
+    value: str
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A line down all bars or a plot, and its name below them."""
+
+    at: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Something drawn in a plot: a curve, a band, or an area between two curves.
+
+    low is None for a curve along `high`. NaN in either interrupts the layer.
+    """
+
+    name: str
+    colour: int
+    x: Sequence[float]
+    high: Sequence[float]
+    low: Sequence[float] | None = None
+    is_band: bool = False
+    dashes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From a value to percent of an axis, and round values to write on it."""
+
+    low: float
+    high: float
+    name: Callable[[float], str] = field(default="{:g}".format)
+
+    def percent(self, value: float) -> float:
+        """Where a value lies."""
+        return 100 * (value - self.low) / ((self.high - self.low) or 1)
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """At most so many round values within the scale."""
+        span = (self.high - self.low) or 1
+        size = 10.0 ** math.floor(math.log10(span / most))
+        step = next(size * f for f in (1, 2, 5, 10) if span / (size * f) <= most)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Layers over two scales. title: for those who cannot see it. marks: names below the plot."""
+
+    title: str
+    x: Scale
+    y: Scale
+    layers: Sequence[Layer]
+    marks: Sequence[Mark] | None = None
+    height: int = 220
+
+    def html(self) -> str:
+        """The picture, with the words of its axes."""
+        tops = {tick: 100 - self.y.percent(tick) for tick in self.y.ticks()}
+        names = {top: self.y.name(tick) for tick, top in tops.items()}
+        ys = "".join(
+            f'<span style="top:{top:.2f}%">{escape(name)}</span>' for top, name in names.items()
+        )
+        inside = [_line(y=top) for top in tops.values()]
+        inside += [text for layer in self.layers for text in self._layer(layer)]
+        marks = self.marks
+        if marks is None:
+            marks = [Mark(tick, self.x.name(tick)) for tick in self.x.ticks(6)]
+        else:
+            inside += [_line(x=self.x.percent(mark.at), title=mark.name) for mark in marks]
+        # The longest name, unseen, gives the column its width.
+        widest = escape(max(names.values(), key=len, default=""))
+        return (
+            f'<div class="plot"><div class="ys">{ys}<b aria-hidden="true">{widest}</b></div>'
+            f'<div style="height:{self.height}px">{SVG} viewBox="0 0 100 100" '
+            f'preserveAspectRatio="none"><title>{escape(self.title)}</title>'
+            + "".join(inside)
+            + '</svg></div><div class="xs">'
+            + "".join(_names(marks, self.x))
+            + "</div></div>"
+        )
+
+    def _layer(self, layer: Layer) -> Iterator[str]:
+        for x, high, low in _pieces(layer):
+            across = [self.x.percent(value) for value in x]
+            edge = _points(across, [100 - self.y.percent(value) for value in high])
+            if low is None:
+                dashes = f' stroke-dasharray="{layer.dashes}"' if layer.dashes else ""
+                # One point alone is drawn as a dot by its round ends.
+                points = " ".join(edge if len(edge) > 1 else edge * 2)
+                shape = f'<polyline class="curve c{layer.colour}" points="{points}"{dashes}>'
+                end = "</polyline>"
+            else:
+                back = _points(across, [100 - self.y.percent(value) for value in low])
+                kind = "band" if layer.is_band else "fill"
+                points = " ".join([*edge, *reversed(back)])
+                shape = f'<polygon class="{kind} c{layer.colour}" points="{points}">'
+                end = "</polygon>"
+            yield f"{shape}<title>{escape(layer.name)}</title>{end}"
+
+
+def legend(names: Mapping[str, int]) -> str:
+    """Names with their colours."""
+    items = "".join(f"<li>{swatch(colour)}{escape(name)}</li>" for name, colour in names.items())
+    return f'<ul class="legend">{items}</ul>'
+
+
+def stacked(
+    x: Sequence[float], parts: Mapping[str, Sequence[float]], colours: Mapping[str, int]
+) -> list[Layer]:
+    """Areas on top of each other."""
+    layers: list[Layer] = []
+    low: list[float] = [0.0] * len(x)
+    for name, values in parts.items():
+        high = [below + value for below, value in zip(low, values, strict=True)]
+        layers.append(Layer(name, colours[name], x, high, low))
+        low = high
+    return layers
+
+
+def bars(title: str, rows: Sequence[Bar], most: float, marks: Sequence[Mark] = ()) -> str:
+    """Bars below each other, where `most` is the whole width."""
+    scale = Scale(0, most or 1)
+    content = []
+    for row in rows:
+        if row.group:
+            content.append(f'<span class="group">{escape(row.group)}</span>')
+        content += [
+            f'<span class="name">{escape(row.name)}</span>',
+            _bar(row, scale, marks),
+            f'<span class="value">{escape(row.value)}</span>',
+        ]
+    if marks:
+        content.append(f'<div class="marks">{"".join(_names(marks, scale))}</div>')
+    return (
+        f'<div class="bars" role="group" aria-label="{escape(title)}">'
+        + "".join(content)
+        + "</div>"
+    )
+
+
+def shares(
+    parts: Mapping[str, float],
+    colours: Mapping[str, int],
+    text: Callable[[float], str],
+    names: Mapping[str, str],
+) -> tuple[tuple[int, float, str], ...]:
+    """The parts of a bar from amounts by kind; those that are nothing are left out."""
+    return tuple(
+        (colours[kind], value, f"{names[kind]}: {text(value)}")
+        for kind, value in parts.items()
+        if value
+    )
+
+
+def _bar(row: Bar, scale: Scale, marks: Sequence[Mark]) -> str:
+    shapes, start = [], 0.0
+    for colour, length, told in row.parts:
+        shapes.append(
+            f'<rect class="fill c{colour}" x="{scale.percent(start):.2f}%" y="0" height="100%" '
+            f'width="{scale.percent(length):.2f}%"><title>{escape(told)}</title></rect>'
+        )
+        start += length
+    described = escape(f"{row.name}: {'; '.join(told for _, _, told in row.parts) or row.value}")
+    for mark in marks:
+        x = f"{scale.percent(mark.at):.2f}%"
+        shapes.append(f'<line class="limit" x1="{x}" x2="{x}" y1="-30%" y2="130%"/>')
+    return f"{SVG}><title>{described}</title>{''.join(shapes)}</svg>"
+
+
+def _names(marks: Sequence[Mark], scale: Scale) -> Iterator[str]:
+    """Names at their places; those for which a narrow page has no room are left out."""
+    free = -math.inf
+    for mark in marks:
+        at, half = scale.percent(mark.at), LETTER * len(mark.name) / 2
+        place = "first" if at < half else "last" if at > 100 - half else ""
+        start = at if place == "first" else at - 2 * half if place == "last" else at - half
+        if start < free:
+            continue
+        free = start + 2 * half + LETTER
+        yield f'<span class="at {place}" style="left:{at:.2f}%">{escape(mark.name)}</span>'
+
+
+def _line(*, x: float | None = None, y: float | None = None, title: str = "") -> str:
+    ends = (
+        f'x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="100"'
+        if x is not None
+        else (f'x1="0" x2="100" y1="{y:.2f}" y2="{y:.2f}"')
+    )
+    told = f"<title>{escape(title)}</title>" if title else ""
+    return f'<line class="grid" {ends}>{told}</line>'
+
+
+def _pieces(layer: Layer) -> Iterator[tuple[list[float], list[float], list[float] | None]]:
+    """The stretches of a layer in which every value is a number."""
+    low = layer.high if layer.low is None else layer.low
+    piece: list[tuple[float, float, float]] = []
+    for point in [*zip(layer.x, layer.high, low, strict=True), (math.nan,) * 3]:
+        if all(map(math.isfinite, point)):
+            piece.append(point)
+        elif piece:
+            x, high, lower = (list(values) for values in zip(*piece, strict=True))
+            yield x, high, None if layer.low is None else lower
+            piece = []
+
+
+def _points(x: Sequence[float], y: Sequence[float]) -> list[str]:
+    return [f"{left:.2f},{top:.2f}" for left, top in zip(x, y, strict=True)]
