@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Events", "Kind", "Sink", "add_sink"]
 
 Kind = Literal[
+    "pass",
     "gather",
     "release",
     "reduce",
@@ -25,11 +26,13 @@ Kind = Literal[
     "wait",
     "step",
     "skip",
+    "update",
     "scale",
-    "agree",
     "read",
     "stage",
     "save",
+    "enter",
+    "leave",
 ]
 
 
@@ -37,22 +40,28 @@ Kind = Literal[
 class Event:
     """One thing that the runtime did on this rank.
 
-    kind: gather (a unit's values are being collected), release, reduce (a unit's gradients are
-        being summed to their owners), refresh (values of updated slices travel), wait (this rank
-        was blocked until a transfer ended), step (one optimizer step), skip (a step that was not
-        made, because gradients had overflowed), scale (the loss scale has changed), agree (ranks
-        compared what they want next), read (values came from files), stage (what is to be saved
-        was copied to host memory), save (a checkpoint was written; one of async_save is reported
-        from the thread that has written it).
+    kind: pass (a forward or a backward of the whole model begins), gather (a unit's values are
+        being collected), release, reduce (a unit's gradients are being summed to their owners),
+        refresh (values of updated slices travel), wait (this rank was blocked until a transfer
+        ended, or until ranks had agreed), step (one optimizer step), skip (a step that was not
+        made, because gradients had overflowed), update (the optimizer was run on one unit, within
+        backward), scale (the loss scale has changed), read (values came from files), stage (what is
+        to be saved was copied to host memory), save (a checkpoint was written; one of async_save is
+        reported from the thread that has written it), enter and leave (the computation of a unit
+        begins and ends, in forward or backward; only while somebody looks closely, see
+        `Events.close_looks`).
     unit: name of the unit; empty where no single unit is meant.
     phase: forward, backward, step or api: the moment of the training step.
     num_bytes: bytes that this rank sends, copies to be saved, or reads from files or writes to
         them; 0 for other local events.
     group: shard or replica, the group the bytes travel in; empty for local events.
-    seconds: time that this rank was blocked (wait, stage and save only); a save in the background
-        blocks nobody but takes as long.
-    what: what it was blocked in (wait only): gather, reduce or refresh of the unit, or agree (ranks
-        compared what they want next, or shared a small number, such as a norm).
+    seconds: how long it took, until now: wait, stage and save, which block this rank (a save in the
+        background blocks nobody but takes as long), step and skip (without a closure), update.
+    what: of a wait, what this rank was blocked in: gather, reduce or refresh of the unit, or agree
+        (ranks compared what they want next, or shared a small number, such as a norm). Of a pass,
+        what travels for it of all units, as far as the stage cuts them: "gather", "reduce",
+        "gather reduce". Of step, skip and update, the optimizer's class. Of a save in the
+        background, "background".
     value: the loss scale from now on (scale only).
     """
 
@@ -70,13 +79,18 @@ Sink = Callable[[Event], Any]
 
 
 class Events:
-    """The sinks of one sharded model, and the phase that its events carry."""
+    """The sinks of one sharded model, and the phase that its events carry.
 
-    __slots__ = ("phase", "sinks")
+    Attributes:
+        close_looks: how many sinks want to see units enter and leave, too.
+    """
+
+    __slots__ = ("close_looks", "phase", "sinks")
 
     def __init__(self, sinks: tuple[Sink, ...] = ()) -> None:
         self.sinks: list[Sink] = list(sinks)
         self.phase = "api"
+        self.close_looks = 0
 
     def emit(  # noqa: PLR0913
         self,

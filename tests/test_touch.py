@@ -338,7 +338,7 @@ def count_gathers() -> list[list[tuple[str, str]]]:
         events.clear()
         plain(model, step[dist.get_rank()][0]).backward()
         optimizer.step()
-        found.append([(one.kind, one.unit) for one in events if one.kind in ("gather", "agree")])
+        found.append([(one.kind, one.unit) for one in events if one.kind == "gather"])
     return found
 
 

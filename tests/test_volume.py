@@ -128,7 +128,7 @@ def _flatten(events: list[Event]) -> list[str]:
     return [
         f"{event.phase}: {event.kind} {event.unit}".strip()
         for event in events
-        if event.kind != "wait"
+        if event.kind not in ("wait", "pass")
     ]
 
 

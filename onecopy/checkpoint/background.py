@@ -193,7 +193,7 @@ class PendingSave:
         _ended.add(self)
         seconds = time.perf_counter() - begin
         for sinks in events:
-            sinks.emit("save", num_bytes=job.states.num_bytes, seconds=seconds)
+            sinks.emit("save", num_bytes=job.states.num_bytes, seconds=seconds, what="background")
 
     def _fail(self, error: BaseException) -> None:
         self._is_agreed = isinstance(error, CheckpointError)

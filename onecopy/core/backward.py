@@ -78,6 +78,9 @@ class Backward:
             if _is_grad_enabled():
                 unit.keep_for_graph()
         self.before_units(call.units)
+        if self._engine.events.close_looks:
+            for unit in call.units:
+                self._engine.events.emit("enter", unit.name)
 
     def before_units(self, units: tuple[Unit, ...]) -> None:
         """The units' values are needed in backward."""
@@ -145,10 +148,16 @@ class Backward:
                 gradients.add(index, gradient)
         elif gradients.add(index, gradient):
             if gradients.has_all:
-                self.reduces.done.add(gradients.unit)
-                self._engine.release(gradients.unit)
+                self._leave_unit(gradients.unit)
             if self.sync:
                 self.reduces.launch_complete()
+
+    def _leave_unit(self, unit: Unit) -> None:
+        """Nothing in this backward can need its values any more, as far as is known."""
+        self.reduces.done.add(unit)
+        if self._engine.events.close_looks:
+            self._engine.events.emit("leave", unit.name)
+        self._engine.release(unit)
 
     def enter(self) -> None:
         """Called first by every hook in backward: knows a new graph task, and its end."""
@@ -190,6 +199,10 @@ class Backward:
         if self.stepper is not None and self._accumulates:
             self.stepper.begin()
         engine.events.phase = "backward"
+        travels = [] if engine.is_held else ["gather"]
+        if self.sync and self._accumulates:
+            travels.append("reduce")
+        engine.events.emit("pass", what=" ".join(travels))
         engine.begin_segment(self.segment_key())
         engine.forwards.clear()
         self.reduces.begin()
@@ -251,6 +264,7 @@ class Backward:
         self.recover()
         were_local = any(gradients.has_local for gradients in self._engine.gradients)
         if were_local:
+            self._engine.events.emit("pass", what="reduce")
             self.reduces.begin()
             with torch.no_grad():
                 self.reduces.agree_on_order()

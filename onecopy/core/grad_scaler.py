@@ -77,11 +77,7 @@ def agree_by_hand(
     record[flag.device] = flag
     # Unscaled: fused optimizers would do it again.
     optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
-    overflowed = bool(flag)
-    for engine, of_model in parts:
-        if overflowed and of_model:
-            engine.events.emit("skip")
-    return overflowed
+    return bool(flag)
 
 
 def _record(optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:

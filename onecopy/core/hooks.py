@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -107,6 +107,8 @@ class Hooks(NotCopied):
             for unit in units:
                 engine.note_use(unit)
                 engine.demand(unit)
+            if engine.events.close_looks:
+                self._report("enter", units)
         if module is engine.model and self._border.changes_inputs:
             inputs: tuple[Any, Any] = self._border.enter((args, kwargs))
             return inputs
@@ -142,7 +144,9 @@ class Hooks(NotCopied):
         self.saved.leave(module)
         engine = self._engine
         with_graph = torch.is_grad_enabled()
-        if with_graph and not failed and (engine.stage.releases or not self._stack):
+        if engine.events.close_looks:
+            self._report("leave", units)
+        if with_graph and not failed and self._follows_outputs:
             self._hook_outputs(units, (args, kwargs), output)
         for unit in units:
             unit.look_for_hidden_writes(is_foreseen=not engine.schedule.is_recording)
@@ -153,6 +157,16 @@ class Hooks(NotCopied):
                 self._border.explain(sys.exc_info()[1])
             self._end(failed=failed)
         return changed
+
+    @property
+    def _follows_outputs(self) -> bool:
+        """Backward has something to do, or to report, where it comes to a module that ends now."""
+        engine = self._engine
+        return engine.stage.releases or not self._stack or engine.events.close_looks > 0
+
+    def _report(self, kind: Literal["enter", "leave"], units: tuple[Unit, ...]) -> None:
+        for unit in units:
+            self._engine.events.emit(kind, unit.name)
 
     def _begin(self, module: nn.Module) -> None:
         engine = self._engine
@@ -169,6 +183,7 @@ class Hooks(NotCopied):
             engine.owned.suspend()
             engine.forwards.append(key)
         engine.events.phase = "forward"
+        engine.events.emit("pass", what="" if engine.is_held else "gather")
         engine.begin_segment(key)
         self.saved.begin()
 

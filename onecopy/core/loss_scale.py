@@ -212,9 +212,6 @@ def agree_on_overflow(parts: Sequence[tuple[Engine, Sequence[Gradients]]]) -> bo
             _warn_of_lowest(engine, scale)
         if scale.note_step(overflowed=overflowed):
             engine.events.emit("scale", value=scale.value)
-    for engine, of_model in parts:
-        if skips and of_model:
-            engine.events.emit("skip")
     return skips
 
 

@@ -9,6 +9,7 @@ around after it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -100,6 +101,7 @@ class Binding:
         # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
         vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
         self._is_skipped = False
+        self._began = 0.0
         self._decides_itself = vars(optimizer).get(LEAVES_TO_OPTIMIZER)
         setattr(optimizer, LEAVES_TO_OPTIMIZER, True)
 
@@ -236,6 +238,7 @@ class Binding:
         return (args[0], closure_then_ready, *args[2:]), kwargs
 
     def _make_ready(self) -> None:
+        self._began = time.perf_counter()
         self._is_skipped = were_local = False
         for engine, backward in self.engines:
             engine.recover()
@@ -320,14 +323,16 @@ class Binding:
     def _after_step(self, *_: Any) -> None:
         """Changed slices become visible: at once where they stay, by a refresh where not."""
         self.unit_steps.show()
-        if self._is_skipped:
-            for engine, _backward in self.engines:
-                engine.events.phase = "api"
-            return
-        self.num_steps += 1
-        self._make_visible()
+        if not self._is_skipped:
+            self.num_steps += 1
+            self._make_visible()
+        seconds, name = time.perf_counter() - self._began, type(self.optimizer).__name__
+        owners = set(self.units.values())
         for engine, _backward in self.engines:
-            engine.events.emit("step")
+            if not self._is_skipped:
+                engine.events.emit("step", seconds=seconds, what=name)
+            elif engine in owners:
+                engine.events.emit("skip", seconds=seconds, what=name)
             engine.events.phase = "api"
 
     def _make_visible(self) -> None:

@@ -19,6 +19,7 @@ a second forward and backward is `run_twice`: a first pass that only measures.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -278,10 +279,17 @@ class StepInBackward:
             if unit.state is UnitState.GATHERED:
                 unit.keep_changes()
             for binding in bindings:
-                binding.unit_steps.run(unit)
+                self._update(binding, unit)
             unit.note_update()
         unit.gradients.clear()
         self._taken[unit] = None
+
+    def _update(self, binding: Binding, unit: Unit) -> None:
+        began = time.perf_counter()
+        binding.unit_steps.run(unit)
+        name = type(binding.optimizer).__name__
+        seconds = time.perf_counter() - began
+        self._engine.events.emit("update", unit.name, seconds=seconds, what=name)
 
 
 def run_twice(

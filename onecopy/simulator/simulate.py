@@ -248,8 +248,8 @@ class _Record:
 
     def _note(self, event: Event) -> None:
         self.events.append(event)
-        if event.kind != "wait":
-            # A wait ends what another event has begun.
+        if event.kind not in ("wait", "pass"):
+            # A wait ends what another event has begun, a pass begins with what follows.
             self._event = event
             self.timeline.append(self._now())
 
