@@ -284,6 +284,8 @@ def _partition_anew(models: list[nn.Module], optimizers: list[torch.optim.Optimi
         one.param_groups.extend(added)
     attached = [one for one, _ in new_groups]
     shard(models, [*attached, *new], mesh=owners[0].mesh, config=owners[0].engine.config)
+    for anew, owner in zip(models, owners, strict=True):
+        handle.of(anew).events.follow(owner.events)
 
 
 # Wiring ---------------------------------------------------------------------------------------

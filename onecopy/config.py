@@ -11,7 +11,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,8 @@ class Config:
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
     sinks: callables that receive every event (see `onecopy.events`).
+
+    Where values came from is kept in `origins`, see `origin_of`.
     """
 
     stage: int = 3
@@ -127,6 +129,7 @@ class Config:
     whole_parameters: bool = False
     saved_tensors: str = "auto"
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_choice("stage", self.stage, STAGES)
@@ -196,7 +199,16 @@ class Config:
                 if key not in known:
                     raise unknown_setting(f"precision.{key}", [f"precision.{one}" for one in known])
             settings["precision"] = Precision(**precision)
-        return cls.make(None, settings)
+        return cls.make(None, settings, name)
+
+    def origin_of(self, name: str) -> str:
+        """Where the value of a setting came from.
+
+        "default", "config object" (a `Config` that a program has made), the name of a TOML file,
+        "argument of shard", or who else has made it by `make`.
+        """
+        is_default = getattr(self, name) == _settings_of(type(self))[name].default
+        return self.origins.get(name, "default" if is_default else "config object")
 
     @property
     def precision_policy(self) -> Precision:
@@ -204,13 +216,18 @@ class Config:
         return self.precision if isinstance(self.precision, Precision) else Precision()
 
     @classmethod
-    def make(cls, config: Config | None, settings: Mapping[str, Any]) -> Config:
-        """`config` with `settings` on top.
+    def make(
+        cls,
+        config: Config | None,
+        settings: Mapping[str, Any],
+        origin: str = "argument of shard",
+    ) -> Config:
+        """`config` with `settings` on top, which are of this origin.
 
         Raises:
             ConfigError: a setting is unknown (with the nearest known name) or does not fit.
         """
-        known = {item.name: item for item in fields(cls)}
+        known = _settings_of(cls)
         for name in settings:
             if name not in known:
                 raise unknown_setting(name, known)
@@ -220,15 +237,23 @@ class Config:
                 "keyword arguments of shard"
             )
         base = {} if config is None else {name: getattr(config, name) for name in known}
-        return cls(**{**base, **settings})
+        made = cls(**{**base, **settings})
+        origins = {} if config is None else {name: config.origin_of(name) for name in known}
+        object.__setattr__(made, "origins", {**origins, **dict.fromkeys(settings, origin)})
+        return made
+
+
+def _settings_of(record: type[Config | Precision]) -> dict[str, Field[Any]]:
+    """The settings of a policy."""
+    return {item.name: item for item in fields(record) if item.init}
 
 
 def _changed(record: Config | Precision) -> list[tuple[str, Any]]:
     """The fields of a policy that differ from their defaults."""
     return [
-        (item.name, getattr(record, item.name))
-        for item in fields(record)
-        if getattr(record, item.name) != item.default
+        (name, getattr(record, name))
+        for name, item in _settings_of(type(record)).items()
+        if getattr(record, name) != item.default
     ]
 
 

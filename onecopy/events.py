@@ -92,6 +92,11 @@ class Events:
         self.phase = "api"
         self.close_looks = 0
 
+    def follow(self, before: Events) -> None:
+        """The model was partitioned anew: whoever has looked at it goes on looking."""
+        self.sinks = before.sinks
+        self.close_looks = before.close_looks
+
     def emit(  # noqa: PLR0913
         self,
         kind: Kind,

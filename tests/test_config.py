@@ -61,3 +61,15 @@ def test_mistakes_are_told(text: str, advice: str) -> None:
 )
 def test_policies_as_code(policy: Precision) -> None:
     assert eval(policy.written()) == policy
+
+
+def test_where_values_came_from(tmp_path: Path) -> None:
+    """Each value of a configuration knows its origin, through objects, files and arguments."""
+    file = tmp_path / "run.toml"
+    file.write_text("stage = 2\n")
+    config = Config.make(Config.from_toml(file), {"max_grad_norm": 1.0})
+    assert config.origin_of("stage") == str(file)
+    assert config.origin_of("max_grad_norm") == "argument of shard"
+    assert config.origin_of("units") == "default"
+    assert Config.make(Config(stage=1), {}).origin_of("stage") == "config object"
+    assert Config.make(Config(stage=1), {}) == Config(stage=1), "origins are no settings"

@@ -111,6 +111,6 @@ def _signature(model: nn.Module, config: Config, units: list[str]) -> list[tuple
     found += [
         (f"setting {item.name}", repr(getattr(config, item.name)))
         for item in fields(config)
-        if item.name != "sinks"
+        if item.compare
     ]
     return [*found, ("units", ", ".join(units))]
