@@ -8,7 +8,6 @@ die with it, and it dies with its parent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onecopy
+from tests.rank import die_with_parent
 
 WORLD = 2
 WIDTH = 8
@@ -181,7 +181,7 @@ class _Forked:
         self.pipe, write = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            _die_with_parent()
+            die_with_parent()
             _run_rank(trial, rank, write)
         os.close(write)
 
@@ -252,14 +252,9 @@ def _import_what_is_needed() -> None:
             importlib.import_module(name)
 
 
-def _die_with_parent() -> None:
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
 def main() -> None:
     """Serve until the input ends."""
-    _die_with_parent()
+    die_with_parent()
     torch.set_num_threads(1)
     _import_what_is_needed()
     for line in sys.stdin:

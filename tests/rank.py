@@ -77,7 +77,7 @@ class Task:
 def serve(connection: Connection, stacks: str) -> None:
     """A rank's life: take a task, answer, destroy the group, be idle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills us
-    _die_with_parent()
+    die_with_parent()
     # Kept open for as long as the process lives: faulthandler writes to its descriptor.
     file = open(stacks, "w")
     faulthandler.enable(file=file)
@@ -105,12 +105,13 @@ def serve(connection: Connection, stacks: str) -> None:
             return  # the parent is gone
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Not even a rank that hangs may outlive a parent that was killed."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() == 1 or not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
+        parent = multiprocessing.parent_process()  # None in a process that was merely forked
+        if os.getppid() == 1 or (parent is not None and not parent.is_alive()):
             os._exit(1)
 
 

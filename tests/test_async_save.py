@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 import onecopy
 import onecopy.events
@@ -35,7 +37,9 @@ from onecopy.errors import CheckpointError, ConfigError, SavePendingError
 from onecopy.events import Event
 from onecopy.memory.host_buffer import MIN_BLOCK_BYTES, HostBuffer, HostTensor, _powers_of_two
 from onecopy.memory.live_tensors import LiveTensors
-from tests.pool import REPOSITORY, Pool
+from tests import ending_rank
+from tests.ending_rank import Program
+from tests.pool import RANK_ENVIRONMENT, REPOSITORY, Pool
 from tests.runs import OPTIMIZERS, full_values
 
 PRECISIONS: dict[str, Any] = {
@@ -585,80 +589,47 @@ def test_fork_while_it_is_written(pool: Pool, tmp_path: Path) -> None:
 
 # The end of the program -------------------------------------------------------------------------
 
-SCRIPT = '''
-import os, sys, time
-import torch, torch.distributed as dist
-from torch import nn
-import onecopy
-from onecopy.checkpoint.saving import Job
-
-how, root = sys.argv[1:]
-write = Job.write
-
-def starve():
-    """Threads of Gloo get on only when nothing else does: they are the last to finish."""
-    for task in os.listdir("/proc/self/task") if hasattr(os, "SCHED_IDLE") else ():
-        with open(f"/proc/self/task/{task}/comm") as name:
-            if "gloo" in name.read():
-                os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
-
-def late(job, group):
-    starve()
-    time.sleep(1.0)
-    if how == "fails" and group.rank == 1:
-        os.makedirs = None
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
-        onecopy.checkpoint.files.Writer.write_data = refuse
-    return write(job, group)
-
-Job.write = late
-if how != "alone":
-    dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-optimizer = torch.optim.AdamW(model.parameters())
-onecopy.shard(model, optimizer)
-model(torch.randn(2, 8)).mean().backward()
-optimizer.step()
-onecopy.async_save(root, model, optimizer)
-if how == "raises":
-    raise SystemExit("the loop has failed")
-if how not in ("keeps", "alone"):
-    dist.destroy_process_group()
-print("the script has ended", flush=True)
-'''
-
-# With a port of its own: others may run torchrun on this machine, too.
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-TORCHRUN += ["--nproc-per-node=2"]
+ENDINGS = {"ends": 2, "keeps": 2, "raises": 2, "fails": 2, "alone": 1}
 
 
-@pytest.mark.parametrize("how", ["ends", "keeps", "raises", "fails", "alone"])
-def test_the_end_of_the_program(tmp_path: Path, how: str) -> None:
-    """It waits for the last checkpoint, with and without its process group; an error is printed.
-
-    And for Gloo: a thread of it that outlives the interpreter aborts the process.
-    """
-    script, root = tmp_path / "script.py", tmp_path / "run"
-    script.write_text(SCRIPT)
-    launcher = TORCHRUN if how != "alone" else []
-    command = [sys.executable, *launcher, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(
-        [*command, how, str(root)],
-        env=environment,
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], Path]]:
+    """For each ending the exit codes of its ranks, and its folder."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in ENDINGS]
+    programs = [
+        Program(how=how, num_ranks=num, folder=str(tmp_path_factory.mktemp(how)), port=store.port)
+        for (how, num), store in zip(ENDINGS.items(), stores, strict=True)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", ending_rank.__name__, json.dumps(list(map(asdict, programs)))],
+        env={**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)},
         text=True,
         capture_output=True,
         timeout=150,
         check=False,
     )
-    assert (ended.returncode == 0) == (how != "raises"), ended.stderr
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    return {program.how: (codes[program.how], Path(program.folder)) for program in programs}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("how", ENDINGS)
+def test_the_end_of_the_program(ended: dict[str, tuple[list[int], Path]], how: str) -> None:
+    """It waits for the last checkpoint, with and without its process group; an error is printed.
+
+    And for Gloo: a thread of it that outlives the interpreter aborts the process.
+    """
+    codes, folder = ended[how]
+    errors = [(folder / f"{rank}.err").read_text() for rank in range(ENDINGS[how])]
+    assert codes == [1 if how == "raises" else 0] * ENDINGS[how], errors
+    root = folder / "run"
     if how == "fails":
         assert not steps_in(root)
         # Where it happened and on the first rank.
-        assert ended.stderr.count("onecopy: the checkpoint of step 1") == 2, ended.stderr
-        assert "No space left on device" in ended.stderr
+        for text in errors:
+            assert text.count("onecopy: the checkpoint of step 1") == 1, errors
+            assert "No space left on device" in text
     else:
-        assert [folder.name for folder in steps_in(root)] == ["step-00000001"], ended.stderr
+        assert [saved.name for saved in steps_in(root)] == ["step-00000001"], errors
         assert (root / "latest").read_text() == "step-00000001\n"
