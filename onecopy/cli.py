@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOptions
+from onecopy.doctor.options import DoctorOptions
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.planner.options import CommandOptions
 from onecopy.training.options import TrainOptions
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
 class Command:
     """A subcommand: `options` is a dataclass whose fields become arguments, `run` gets an instance.
 
-    Fields with a default become flags, those without positional arguments.
+    Fields with a default become flags, those without positional arguments. What `run` returns is
+    the exit code, None is 0.
     """
 
     name: str
     summary: str
     description: str
     options: type[Any]
-    run: Callable[[Any], None]
+    run: Callable[[Any], int | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = chosen.pop("command")
     prog = chosen.pop("prog")
     try:
-        command.run(command.options(**chosen))
+        return command.run(command.options(**chosen)) or 0
     except ConfigError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -71,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: stopped", file=sys.stderr)
         return 130
-    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -317,7 +318,43 @@ def _rehearse(found: Plan, options: CommandOptions) -> Rehearsal:
     return rehearse(found, options.model, options.batch)
 
 
+def _doctor(options: DoctorOptions) -> int:
+    import json
+
+    from rich.console import Console
+
+    from onecopy.doctor.examine import examine
+    from onecopy.doctor.show import print_examination, print_findings
+
+    console = Console(highlight=False)
+    with console.status("looking and testing"):
+        found = examine(options)
+    if found.facts is None:
+        # A rank whose findings the first one may not hear of.
+        if found.is_shown:
+            print_findings(Console(stderr=True, highlight=False), found.findings)
+        return int(found.has_problem and found.is_shown)
+    text = json.dumps(found.to_json(), indent=2)
+    if options.json is not None and options.is_json_to_file:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.json is None or options.is_json_to_file:
+        print_examination(console, found)
+    else:
+        print(text)
+    return int(found.has_problem)
+
+
 COMMANDS = (
+    Command(
+        name="doctor",
+        summary="look at this machine, test what ranks send each other, and say what to change",
+        description="Shows versions, processors, memory, accelerators, networks and disks, sends "
+        "between two ranks what training would send, compares a training step with one process, "
+        "and says what to change. Under torchrun it tests torchrun's ranks, on all machines. Exits "
+        "with 1 if something will not work.",
+        options=DoctorOptions,
+        run=_doctor,
+    ),
     Command(
         name="train",
         summary="train a small GPT on text, and show memory and traffic beside the formulas",

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("api", "__init__"),
     ("checkpoint", "simulator", "parallel", "integrations", "launcher"),
-    ("training",),
+    ("training", "doctor"),
     ("cli",),
     ("__main__", "experimental"),
 )
@@ -39,7 +39,7 @@ COLLECTIVE = re.compile(
 )
 # The same on a process group itself.
 GROUP_METHODS = {"allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "alltoall"}
-MAY_READ_ENVIRONMENT = {"cli.py", "launcher.py", "comm/groups.py"}
+MAY_READ_ENVIRONMENT = {"cli.py", "launcher.py", "comm/groups.py", "doctor/environment.py"}
 
 Sources = Mapping[str, ast.Module]
 Node = TypeVar("Node", bound=ast.AST)

@@ -1,0 +1,59 @@
+"""Everything that `onecopy doctor` looks at on this machine, as one record."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from onecopy.doctor.cgroup import read_limits
+from onecopy.doctor.environment import chosen_variables, launched
+from onecopy.doctor.facts import Accelerator, Facts
+from onecopy.doctor.files import within
+from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processors
+from onecopy.doctor.network import look_at_network
+from onecopy.doctor.software import look_at_accelerators, look_at_software
+from onecopy.doctor.storage import look_at_folders
+
+__all__ = ["look"]
+
+DRIVER_SECONDS = 30.0  # the first use of many devices takes a while, and a broken driver forever
+
+
+def look(folders: Sequence[Path] = (), disk_bytes: int = 0) -> Facts:
+    """Look at this machine. What cannot be found out is None.
+
+    Args:
+        folders: beside the current and the temporary one.
+        disk_bytes: to write and to read, to measure disks; 0 measures none.
+    """
+    variables = chosen_variables()
+    group = read_limits()
+    accelerators, problem = _accelerators()
+    return Facts(
+        software=look_at_software(),
+        processors=look_at_processors(group),
+        memory=look_at_memory(group),
+        network=look_at_network(variables),
+        limits=look_at_limits(),
+        accelerators=accelerators,
+        accelerator_problem=problem,
+        folders=look_at_folders(_purposes(folders), disk_bytes),
+        environment=variables,
+        launched=launched(),
+    )
+
+
+def _accelerators() -> tuple[tuple[Accelerator, ...], str]:
+    try:
+        return within(DRIVER_SECONDS, look_at_accelerators), ""
+    except (ImportError, OSError, RuntimeError) as error:
+        return (), str(error).partition("\n")[0]
+
+
+def _purposes(folders: Sequence[Path]) -> dict[Path, str]:
+    """Each folder once; what a user names counts most."""
+    found = {folder.resolve(): "--folder" for folder in folders}
+    found.setdefault(Path.cwd(), "current folder")
+    found.setdefault(Path(tempfile.gettempdir()).resolve(), "temporary files")
+    return found
