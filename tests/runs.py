@@ -101,7 +101,7 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
             # Only masters tell whether low-precision training is right to the last bit.
             whole = torch.cat(
                 onecopy.comm.compare.gather_objects(
-                    engine.collectives.groups.shard, unit.master.clone()
+                    engine.collectives.groups.shard, unit.slice.master.clone()
                 )
             )
             for name, start, parameter in zip(

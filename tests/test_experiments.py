@@ -723,7 +723,7 @@ def parameters_with_gradients(settings: dict[str, Any]) -> list[str]:
     return [
         unit.names[index]
         for unit in onecopy.handle.of(model).engine.units
-        for index, piece in unit.pieces.items()
+        for index, piece in unit.slice.pieces.items()
         if piece.grad is not None
     ]
 

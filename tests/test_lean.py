@@ -249,7 +249,7 @@ def peak_of_step(precision: Precision, depth: int) -> tuple[int, int]:
             peak = live.peak_bytes - held
             optimizer.zero_grad()
         unit = onecopy.handle.of(model).engine.units[0]
-        return peak, unit.layout.slice_numels[unit.shard_rank]
+        return peak, unit.layout.slice_numels[unit.slice.rank]
 
 
 @pytest.mark.parametrize("depth", [4, 12])

@@ -186,7 +186,7 @@ class _Targets:
         names = Names(self._source, self._named)
         for name, model in self._named.models.items():
             for unit in model.engine.units:
-                for piece in unit.layout.pieces(unit.shard_rank):
+                for piece in unit.layout.pieces(unit.slice.rank):
                     self._add(names, range_of_values(model, unit, piece))
             for key, tensor in alike_in(model).items():
                 self._add(names, whole_tensor(key, self._memory_for(tensor)))
@@ -259,7 +259,7 @@ class _Targets:
         planner = LoadRanges(ranges, keys, str(self._source.path))
         for model in self._named.models.values():
             for unit in model.engine.units if ranges else ():
-                unit.join_master()
+                unit.slice.join_master()
         with errors_of_ranks(self._named.group):
             dcp.load(  # type: ignore[attr-defined]
                 {},

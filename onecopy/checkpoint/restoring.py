@@ -80,7 +80,7 @@ class OptimizerStates:
             unit, index = piece
             state: dict[str, Any] = {}
             self._states.append(state)
-            present = self._binding.optimizer.state.get(unit.pieces[index], {})
+            present = self._binding.optimizer.state.get(unit.slice.pieces[index], {})
             values = names.values_of(self._named, parameter)
             for name, key in found.get(id(parameter), {}).items():
                 stored = names.stored(key)
@@ -94,7 +94,7 @@ class OptimizerStates:
                     self._read_piece(unit, index, key, flat)
                     continue
                 self._read(state, name, key, names)
-                if is_tensor and unit.place_of(index).numel < parameter.numel():
+                if is_tensor and unit.slice.place_of(index).numel < parameter.numel():
                     self._of_whole.append((key, stored))
 
     def _refuse_whole(self) -> None:
@@ -109,7 +109,7 @@ class OptimizerStates:
 
     def _read_piece(self, unit: Unit, index: int, key: str, flat: torch.Tensor) -> None:
         """Read a state that has a value for each element of the piece."""
-        place, parameter = unit.place_of(index), unit.parameters[index]
+        place, parameter = unit.slice.place_of(index), unit.parameters[index]
         self.ranges.append(
             Range(
                 key,
@@ -232,12 +232,12 @@ def _memory_for(
     owners_of_one = num_owners(torch.empty(1))
     is_alone = is_cut_state(unit, index, present) and num_owners(present) == owners_of_one
     if is_alone and present.dtype == dtype and present.device == unit.flat.device:
-        flat = unit.from_piece(index, present.detach())
+        flat = unit.slice.from_piece(index, present.detach())
         is_its_own = flat.untyped_storage().data_ptr() == present.untyped_storage().data_ptr()
         if is_its_own and flat.is_contiguous():
             return flat, present
-    flat = torch.empty(unit.place_of(index).numel, dtype=dtype, device=unit.flat.device)
-    return flat, unit.as_piece(index, flat)
+    flat = torch.empty(unit.slice.place_of(index).numel, dtype=dtype, device=unit.flat.device)
+    return flat, unit.slice.as_piece(index, flat)
 
 
 def _is_like(values: TensorStorageMetadata, stored: TensorStorageMetadata, name: str) -> bool:

@@ -292,7 +292,7 @@ def states_of(named: Named) -> States:
     is_first = named.group.rank == 0
     for model in named.models.values():
         for unit in model.engine.units:
-            for piece in unit.pieces_of_replica():
+            for piece in unit.slice.pieces_of_replica():
                 values = range_of_values(model, unit, piece)
                 states.ranges.append(values)
                 states.paths[values.key] = (values.key,)
@@ -317,7 +317,7 @@ def range_of_values(model: NamedModel, unit: Unit, piece: Piece) -> Range:
         unit.dtypes.master,
         piece.offset,
         piece.numel,
-        lambda start, stop: unit.master_part(piece.start + start, piece.start + stop),
+        lambda start, stop: unit.slice.master_part(piece.start + start, piece.start + stop),
         memory_order(parameter),
     )
 
@@ -360,20 +360,21 @@ def is_cut_state(unit: Unit, index: int, value: Any) -> bool:
         return False
     if unit.layout.is_whole:
         return bool(value.shape == unit.parameters[index].shape)
-    return bool(value.shape == (unit.place_of(index).numel,))
+    return bool(value.shape == (unit.slice.place_of(index).numel,))
 
 
 def _add_optimizer(named: Named, optimizer: NamedOptimizer, states: States) -> None:
     binding = optimizer.binding
     parts = {
-        unit: {piece.index: piece for piece in unit.pieces_of_replica()} for unit in binding.units
+        unit: {piece.index: piece for piece in unit.slice.pieces_of_replica()}
+        for unit in binding.units
     }
     for parameter in (one for group in binding.parameters for one in group):
         found = binding.find_piece(parameter)
         if found is None or found[1] not in parts[found[0]]:
             continue
         unit, index = found
-        state = binding.optimizer.state.get(unit.pieces[index])
+        state = binding.optimizer.state.get(unit.slice.pieces[index])
         if state:
             path = (*optimizer.path, STATE, named.name_of(parameter))
             _add_state(path, state, unit, parts[unit][index], states)
@@ -382,12 +383,12 @@ def _add_optimizer(named: Named, optimizer: NamedOptimizer, states: States) -> N
 def _add_state(path: Path, state: dict[str, Any], unit: Unit, piece: Piece, states: States) -> None:
     """What is kept for one parameter: ranges of what is like it, the rest by whom has its start."""
     index = piece.index
-    skipped = piece.offset - unit.place_of(index).offset
+    skipped = piece.offset - unit.slice.place_of(index).offset
     for name, value in state.items():
         full_path = (*path, str(name))
         states.paths[key_of(full_path)] = full_path
         if is_cut_state(unit, index, value):
-            flat = unit.from_piece(index, value.detach())
+            flat = unit.slice.from_piece(index, value.detach())
             states.ranges.append(
                 Range(
                     key_of(full_path),
@@ -400,7 +401,7 @@ def _add_state(path: Path, state: dict[str, Any], unit: Unit, piece: Piece, stat
                 )
             )
             continue
-        if unit.place_of(index).numel < unit.parameters[index].numel() and _is_larger(value):
+        if unit.slice.place_of(index).numel < unit.parameters[index].numel() and _is_larger(value):
             kind = type(value).__name__
             raise CheckpointError(
                 f"{key_of(full_path)} is a {kind} that belongs to this rank's piece of the "

@@ -342,7 +342,7 @@ class Engine:
             for unit in self.units:
                 self.demand(unit)
                 # Now, so that what is changed inside can be told from what is not.
-                unit.join_master()
+                unit.slice.join_master()
             self.schedule.end()
         self._held += 1
 
@@ -359,7 +359,7 @@ class Engine:
         for unit in self.units:
             if unit.state is UnitState.GATHERED:
                 unit.take_values()
-                unit.split_master()
+                unit.slice.split_master()
                 self.release(unit, settled=True)
 
 

@@ -66,7 +66,7 @@ def agree_by_hand(
         inverse = scale.double().reciprocal().float().to(flag.device)
         for _, of_model in parts:
             for gradients in of_model:
-                pieces = [piece.grad for piece in gradients.unit.pieces.values()]
+                pieces = [piece.grad for piece in gradients.unit.slice.pieces.values()]
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     [gradient for gradient in pieces if gradient is not None], flag, inverse
                 )

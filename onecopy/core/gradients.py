@@ -45,8 +45,8 @@ class Gradients:
         )
         self._trailers = _trailers(self.buffer, layout)
         self._unit_flags = [trailer[..., -1] for trailer in self._trailers]
-        self._slice_numel = layout.slice_numels[unit.shard_rank]
-        self._stride = layout.strides[unit.shard_rank]
+        self._slice_numel = layout.slice_numels[unit.slice.rank]
+        self._stride = layout.strides[unit.slice.rank]
         # Where each parameter's gradient goes: parts in memory order, and a view shaped like the
         # parameter where no slice border cuts it.
         self._parts = [_parts(self.buffer, spans, layout) for spans in layout.spans]
@@ -56,8 +56,8 @@ class Gradients:
             else None
             for spans, parameter in zip(layout.spans, unit.parameters, strict=True)
         ]
-        places = layout.pieces(unit.shard_rank)
-        self._owned = [(place, unit.pieces[place.index]) for place in places]
+        places = layout.pieces(unit.slice.rank)
+        self._owned = [(place, unit.slice.pieces[place.index]) for place in places]
         self._sum_dtype = dtypes.sums
         if dtypes.gradient != dtypes.master:
             for _, piece in self._owned:
@@ -157,7 +157,7 @@ class Gradients:
         """The rarer ways to take a gradient: cut by a slice border, sparse, or a second one."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        flat = self.unit.in_memory_order(index, gradient)
+        flat = self.unit.slice.in_memory_order(index, gradient)
         for target, offset in self._parts[index]:
             part = flat[offset : offset + target.numel()].view(target.size())
             if index in self._filled:
@@ -262,7 +262,7 @@ class Gradients:
         self.carry = None
         self._free_buffer()
         if not keep_means:
-            for piece in self.unit.pieces.values():
+            for piece in self.unit.slice.pieces.values():
                 piece.grad = None
             self.forget_overflow()
 
@@ -281,7 +281,7 @@ class Gradients:
         """Inside, the pieces' gradients have the dtype that torch.optim wants."""
         kept = [
             (piece, piece.grad)
-            for piece in self.unit.pieces.values()
+            for piece in self.unit.slice.pieces.values()
             if piece.grad is not None and piece.grad.dtype != piece.dtype
         ]
         for piece, gradient in kept:
@@ -353,7 +353,7 @@ class Gradients:
         if not self.unit.layout.is_whole:
             return views
         return [
-            self.unit.as_piece(place.index, view)
+            self.unit.slice.as_piece(place.index, view)
             for (place, _), view in zip(self._owned, views, strict=True)
         ]
 

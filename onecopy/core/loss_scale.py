@@ -224,7 +224,7 @@ def _any_rank_overflowed(engine: Engine, gradients: Sequence[Gradients]) -> bool
 
 def _warn_of_lowest(engine: Engine, scale: LossScale) -> None:
     names = [
-        (name, unit.pieces.get(index))
+        (name, unit.slice.pieces.get(index))
         for unit in engine.units
         for index, name in enumerate(unit.names)
     ]

@@ -172,7 +172,7 @@ class Binding:
                 continue
             engine, unit, number = found
             self.units[unit] = engine
-            piece = unit.pieces.get(number)
+            piece = unit.slice.pieces.get(number)
             if piece is None:
                 continue
             self.unit_steps.add(unit, len(self.parameters), piece)
@@ -190,7 +190,7 @@ class Binding:
     def find_piece(self, parameter: torch.Tensor) -> tuple[Unit, int] | None:
         """The unit of a parameter and its number there, if this rank owns a part of it."""
         found = self._find(parameter)
-        if found is None or found[2] not in found[1].pieces:
+        if found is None or found[2] not in found[1].slice.pieces:
             return None
         return found[1:]
 

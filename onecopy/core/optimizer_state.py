@@ -62,7 +62,7 @@ def tag_of(binding: Binding) -> dict[str, Any]:
 
 
 def _describe(unit: Unit, number: int) -> list[Any]:
-    place = unit.place_of(number)
+    place = unit.slice.place_of(number)
     return [unit.names[number], place.offset, place.numel]
 
 
@@ -168,7 +168,7 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
                     f"{type(value).__name__}, which cannot be cut into pieces: shard with "
                     "whole_parameters=True, so that nothing is"
                 )
-            cut[name] = unit.own_part(number, value).clone()
+            cut[name] = unit.slice.own_part(number, value).clone()
         elif is_tensor and value.numel() > 1:
             raise ShardingError(
                 f"the optimizer state {name} of {unit.names[number]} has shape "

@@ -49,7 +49,7 @@ class OwnedGradients:
         self._indices = [index for _, index in places]
         self.names = [unit.names[index] for unit, index in places]
         self._parameters = [unit.parameters[index] for unit, index in places]
-        self._pieces = [unit.pieces.get(index) for unit, index in places]
+        self._pieces = [unit.slice.pieces.get(index) for unit, index in places]
         self._stand_ins = [
             OwnedGradient(self, number, parameter)
             for number, parameter in enumerate(self._parameters)
@@ -147,7 +147,7 @@ class OwnedGradients:
         if piece is None or piece.grad is None:
             stand_in.part = unit.flat.new_zeros(0 if piece is None else piece.numel())
         else:
-            part = unit.from_piece(index, piece.grad)
+            part = unit.slice.from_piece(index, piece.grad)
             stand_in.part = part.to(unit.flat.dtype, copy=True)
         self._stand_ins[number] = OwnedGradient(self, number, self._parameters[number])
 
@@ -240,7 +240,7 @@ class OwnedGradients:
         unit, index = self._units[number], self._indices[number]
         piece = self._pieces[number]
         if piece is not None:
-            part = unit.as_piece(index, unit.own_part(index, gradient))
+            part = unit.slice.as_piece(index, unit.slice.own_part(index, gradient))
             piece.grad = part.to(unit.dtypes.gradient, copy=True)
         self._parameters[number].grad = self._stand_ins[number]
         self._shown[number] = None

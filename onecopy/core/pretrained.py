@@ -109,8 +109,8 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
     if unit.state is UnitState.GATHERED:
         # What was written into other parameters of the unit is not to be lost.
         unit.keep_changes()
-    num_bytes, master = 0, unit.master
-    for place in unit.layout.pieces(unit.shard_rank):
+    num_bytes, master = 0, unit.slice.master
+    for place in unit.layout.pieces(unit.slice.rank):
         parameter = unit.parameters[place.index]
         source = sources.get(id(parameter))
         if source is None:
@@ -122,7 +122,7 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
         # The order of the flat buffer is not that of the file (channels_last).
         whole = torch.empty(source.shape, dtype=master.dtype)
         num_bytes += source.read(whole)
-        part.copy_(unit.own_part(place.index, whole))
+        part.copy_(unit.slice.own_part(place.index, whole))
     return num_bytes
 
 

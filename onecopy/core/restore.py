@@ -55,8 +55,8 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
         if unit not in binding.units:
             continue
         mine = {
-            number: (unit.place_of(number).offset, binding.optimizer.state[piece])
-            for number, piece in unit.pieces.items()
+            number: (unit.slice.place_of(number).offset, binding.optimizer.state[piece])
+            for number, piece in unit.slice.pieces.items()
             if piece in binding.optimizer.state
         }
         packed = gather_objects(engine.collectives.groups.shard, _pack(mine))

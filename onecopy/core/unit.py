@@ -1,8 +1,7 @@
 """A unit: parameters that are gathered, computed with and released together.
 
-The parameters are views of one flat buffer in the compute dtype. This rank owns one slice of it,
-in master precision; the slice's pieces are what the optimizer sees. This is the only file that
-changes a unit's state:
+The parameters are views of one flat buffer in the compute dtype, of which this rank owns a slice.
+This is the only file that changes a unit's state:
 
     SHARDED --start_gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
                                   ^                            |
@@ -14,11 +13,7 @@ GATHERED: parameters hold their values.
 
 Tensor roles (n = padded_numel of the layout, s of them in this rank's slice):
     flat    (n,) compute dtype; parameters are its views; its storage is freed while SHARDED
-    own     (s,) the part of flat that this rank owns
-    master  (s,) master dtype; the same memory as `own` where flat stays and the dtypes are equal;
-            where it is split, `own` and a remainder hold its values until somebody wants them
-    pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
-            the parameter where the layout keeps parameters whole
+    slice   (s,) what this rank owns of it: see owned_slice.py
 """
 
 from __future__ import annotations
@@ -26,9 +21,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -38,8 +31,8 @@ from torch import nn
 from onecopy.core import build
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import Gatherer, guard_class
-from onecopy.core.layout import ALIGNMENT_BYTES, Layout, Piece
-from onecopy.core.split import SplitMaster
+from onecopy.core.layout import ALIGNMENT_BYTES, Layout
+from onecopy.core.owned_slice import OwnedSlice
 from onecopy.core.views import view_of
 from onecopy.errors import ShardingError, UnitStateError
 from onecopy.memory import buffers
@@ -140,57 +133,55 @@ class Unit:
     def _lay_flat(self, spec: UnitSpec) -> None:
         """Lay the parameters into one flat buffer, equal on all ranks, and keep the own slice."""
         shard, replica = self._collectives.groups.shard, self._collectives.groups.replica
-        compute, master = self.dtypes.compute, self.dtypes.master
+        dtypes = self.dtypes
         self.layout = Layout(
             tuple(parameter.numel() for parameter in self.parameters),
             num_slices=shard.size,
             num_replicas=replica.size,
-            alignment=ALIGNMENT_BYTES // min(compute.itemsize, master.itemsize),
+            alignment=ALIGNMENT_BYTES // min(dtypes.compute.itemsize, dtypes.master.itemsize),
             owners=spec.owners,
         )
         low, high = self.layout.borders[shard.rank : shard.rank + 2]
-        source, device = self._first_values(spec.device), spec.device
+        self.flat, of_slice = self._values(spec.device, low, high)
+        self._views = [
+            view_of(self.flat, start, parameter)
+            for start, parameter in zip(self.layout.starts, self.parameters, strict=True)
+        ]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            build.adopt(parameter, view)
+        trainable = [parameter.requires_grad for parameter in self.parameters]
+        own, groups = self.flat[low:high], self._collectives.groups
+        self.slice = OwnedSlice(
+            self.layout, groups, own, own if of_slice is None else of_slice, self._views, trainable
+        )
+        self._begin_split()
+
+    def _values(
+        self, device: torch.device, low: int, high: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The flat buffer, and the master of the slice, or None where that is a part of it."""
+        compute, dtype = self.dtypes.compute, self.dtypes.master
+        source = self._first_values(device)
         if self._stage.releases:
             # Values come with each gather; until then the flat buffer needs no bytes of its own.
             if source is None:
-                self._master = torch.zeros(high - low, dtype=master, device=device)
+                master = torch.zeros(high - low, dtype=dtype, device=device)
             else:
-                self._master = source[low:high].clone()
+                master = source[low:high].clone()
                 # The transfer may hold it for a moment longer.
                 buffers.free(source)
-            self.flat = torch.empty(self.layout.padded_numel, dtype=compute, device=device)
-            self.own = self.flat[low:high]
-        else:
-            if source is None:
-                source = torch.zeros(self.layout.padded_numel, dtype=master, device=device)
-            self.flat = source if compute == master else source.to(compute)
-            self.own = self.flat[low:high]
-            self._master = self.own
-            if compute != master:
-                self._master = source[low:high].clone()
-                buffers.free(source)
-        self._views = {
-            name: view_of(self.flat, start, parameter)
-            for name, start, parameter in zip(
-                self.names, self.layout.starts, self.parameters, strict=True
-            )
-        }
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            build.adopt(parameter, self._views[name])
-        self.pieces: dict[int, nn.Parameter] = {
-            piece.index: nn.Parameter(
-                self.as_piece(piece.index, self._master[piece.start : piece.start + piece.numel]),
-                requires_grad=self.parameters[piece.index].requires_grad,
-            )
-            for piece in self.layout.pieces(shard.rank)
-        }
-        self._split: SplitMaster | None = None
-        self._begin_split()
+            return torch.empty(self.layout.padded_numel, dtype=compute, device=device), master
+        if source is None:
+            source = torch.zeros(self.layout.padded_numel, dtype=dtype, device=device)
+        if compute == dtype:
+            return source, None
+        flat, master = source.to(compute), source[low:high].clone()
+        buffers.free(source)
+        return flat, master
 
     def _begin_split(self) -> None:
         if self.dtypes.splits_master and not self._stage.releases:
-            self._split = SplitMaster(self.own, self._master, self.pieces.values())
-            self._split.split()
+            self.slice.begin_split()
 
     def unfreeze(self, dtypes: Dtypes) -> Gradients:
         """Parameters that were frozen at shard are trained from now on; pieces stay who they are.
@@ -198,64 +189,23 @@ class Unit:
         Args:
             dtypes: as they would have been if the parameters had been trainable at shard.
         """
-        if dtypes.master != self.dtypes.master:
-            self._master = self._master.to(dtypes.master)
-            for place in self.layout.pieces(self.shard_rank):
-                part = self._master[place.start : place.start + place.numel]
-                self.pieces[place.index].data = self.as_piece(place.index, part)
+        self.slice.convert(dtypes.master)
         self.dtypes = dtypes
-        for index, piece in self.pieces.items():
+        for index, piece in self.slice.pieces.items():
             piece.requires_grad_(self.parameters[index].requires_grad)
         self._begin_split()
         self.gradients = Gradients(self, self._collectives, self._stage)
         return self.gradients
 
     @property
-    def master(self) -> torch.Tensor:
-        """(s,) this rank's slice in master precision."""
-        self.join_master()
-        return self._master
-
-    def master_part(self, start: int, stop: int) -> torch.Tensor:
-        """Elements of the own slice in master precision: a view, or a copy where it is split."""
-        if self._split is not None:
-            return self._split.part(start, stop)
-        return self._master[start:stop]
-
-    @property
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
         """What holds the values and the masters, as it is now."""
-        rest = () if self._split is None else self._split.tensors
-        return self.flat, self._master, *rest
-
-    @property
-    def is_split(self) -> bool:
-        """The master is kept as the bf16 slice and a remainder."""
-        return self._split is not None
+        return self.flat, *self.slice.tensors
 
     @property
     def steps_alone(self) -> bool:
         """What an optimizer needs of this unit is made for its step and given back after it."""
-        return self.is_split or self.dtypes.gradient != self.dtypes.master
-
-    def join_master(self) -> None:
-        """Before masters are looked at or changed."""
-        if self._split is not None:
-            self._split.join()
-
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """Inside, the master can be looked at and changed; afterwards it is as it was before."""
-        was_split = self._split is not None and not self._split.is_joined
-        self.join_master()
-        yield
-        if was_split:
-            self.split_master()
-
-    def split_master(self) -> None:
-        """After that: parameters get the rounded values where a remainder is kept beside them."""
-        if self._split is not None:
-            self._split.split()
+        return self.slice.is_split or self.dtypes.gradient != self.dtypes.master
 
     def _first_values(self, device: torch.device) -> torch.Tensor | None:
         """The whole flat buffer in master precision, as the first rank has it.
@@ -350,14 +300,10 @@ class Unit:
             self._put_guard()
             self._send_own("refresh")
         else:
-            self._rounded_master()
+            self.slice.rounded()
 
     def keep_changes(self) -> None:
-        """Take over into the master what was written into the gathered parameters since.
-
-        Only elements that differ from the master's rounded value are taken over, so that reading
-        and writing back never costs a master its precision.
-        """
+        """Take over into the master what was written into the gathered parameters since."""
         versions = [parameter._version for parameter in self.parameters]
         if versions == self._versions and not self._expects_writes and not self._is_repointed():
             return
@@ -374,25 +320,18 @@ class Unit:
         if self.state is not UnitState.GATHERED:
             # The forward has failed: ranks did not agree on gathering it.
             return
-        if not is_foreseen and not self.has_hidden_writes and self._has_own_values:
+        if not is_foreseen and not self.has_hidden_writes and self.slice.has_own_values:
             versions = [parameter._version for parameter in self.parameters]
             is_counted = versions != self._versions
-            rounded = self._master.to(self.own.dtype)
-            self.has_hidden_writes = not is_counted and not torch.equal(self.own, rounded)
+            self.has_hidden_writes = not is_counted and self.slice.has_changed
         self._expects_writes = self._expects_writes or self.has_hidden_writes
-
-    @property
-    def _has_own_values(self) -> bool:
-        """The owned values lie beside the master, not in it."""
-        is_split = self._split is not None and not self._split.is_joined
-        return self._master is not self.own and not is_split
 
     def _take_late_writes(self) -> None:
         """What was written into tensors of it since it was released."""
         if self._is_lent and self.state is UnitState.SHARDED:
             self._is_lent = False
             if not buffers.is_freed(self.flat):
-                self._take_own_values()
+                self.slice.take_values()
 
     def note_update(self) -> None:
         """The masters have changed: autograd shall refuse what it saved before, as it always does.
@@ -414,14 +353,13 @@ class Unit:
 
     def _take_back(self) -> None:
         """Parameters with memory of their own: their values go into the flat buffer, they too."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        for name, parameter, view in zip(self.names, self.parameters, self._views, strict=True):
             if parameter.dtype != self.flat.dtype or parameter.device != self.flat.device:
                 raise ShardingError(
                     f"parameter {name} was moved to {parameter.dtype} on {parameter.device} after "
                     f"shard, which laid it out in {self.flat.dtype} on {self.flat.device}: convert "
                     "the model before shard, or say precision=... there"
                 )
-            view = self._views[name]
             if parameter.numel() and parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.data)
                 parameter.data = view
@@ -430,15 +368,7 @@ class Unit:
         """Make the master hold the values of the gathered flat buffer."""
         if self._is_repointed():
             self._take_back()
-        self._take_own_values()
-
-    def _take_own_values(self) -> None:
-        if not self._has_own_values:
-            return
-        master = self._master
-        changed = self.own != master.to(self.own.dtype)
-        values = self.own.to(master.dtype)
-        master.copy_(torch.where(changed, values, master))
+        self.slice.take_values()
 
     def detach_parameters(self) -> None:
         """Give the gathered parameters memory of their own, in master precision; no way back."""
@@ -458,7 +388,7 @@ class Unit:
         self.take_values()
         whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
         numels = self.layout.slice_numels
-        self._collectives.gather(whole, self.master, numels, self.number).finish()
+        self._collectives.gather(whole, self.slice.master, numels, self.number).finish()
         return whole
 
     def load_master(self, index: int, value: torch.Tensor) -> None:
@@ -470,17 +400,9 @@ class Unit:
         if self.state is UnitState.GATHERED:
             self.take_values()
         is_rounded = self.dtypes.master != self.dtypes.compute
-        if index not in self.pieces or not is_rounded:
-            return
-        if value.size() != self.parameters[index].size():
-            return
-        place = self.place_of(index)
-        values = self.own_part(index, value)
-        compute = self.dtypes.compute
-        with self._joined():
-            master = self.master[place.start : place.start + place.numel]
-            loaded = values.to(master)
-            master.copy_(torch.where(loaded.to(compute) == master.to(compute), loaded, master))
+        has_its_shape = value.size() == self.parameters[index].size()
+        if is_rounded and has_its_shape and index in self.slice.pieces:
+            self.slice.load(index, value)
 
     def is_value_of(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the gathered parameter `index`, or a view of all of it."""
@@ -502,11 +424,11 @@ class Unit:
             return parameter.detach().clone()
         self.take_values()
         start, stop = 0, 0
-        if index in self.pieces:
-            place = self.place_of(index)
+        if index in self.slice.pieces:
+            place = self.slice.place_of(index)
             start, stop = place.start, place.start + place.numel
-        with self._joined():
-            return self.gather_pieces(index, self.master[start:stop])
+        with self.slice.joined():
+            return self.gather_pieces(index, self.slice.master[start:stop])
 
     def gather_pieces(self, index: int, own: torch.Tensor) -> torch.Tensor:
         """What the owners of parameter `index` have for it, shaped like it; a collective.
@@ -520,7 +442,7 @@ class Unit:
         ]
         whole = own.new_empty(self.parameters[index].numel())
         self._collectives.gather(whole, own, numels, self.number).finish()
-        return view_of(whole, 0, self._views[self.names[index]])
+        return view_of(whole, 0, self._views[index])
 
     # Moves ------------------------------------------------------------------------------------
 
@@ -533,7 +455,7 @@ class Unit:
             )
 
     def _send_own(self, kind: str) -> None:
-        own, numels = self._rounded_master(), self.layout.slice_numels
+        own, numels = self.slice.rounded(), self.layout.slice_numels
         self._pending = self._collectives.gather(self.flat, own, numels, self.number, verb=kind)
         self.state = UnitState.GATHERING
         self._events.emit(
@@ -542,15 +464,6 @@ class Unit:
             num_bytes=self._pending.num_bytes,
             group="shard",
         )
-
-    def _rounded_master(self) -> torch.Tensor:
-        """The owned values in the compute dtype; in the flat buffer where it is kept."""
-        if self._split is not None:
-            self._split.split()
-            return self.own
-        if self._master.dtype != self.flat.dtype:
-            return self.own.copy_(self._master)
-        return self._master
 
     def _drop_values(self, *, keep_bytes: bool = False) -> None:
         self._put_guard()
@@ -596,51 +509,3 @@ class Unit:
                 stacklevel=2,
             )
         return True
-
-    @property
-    def shard_rank(self) -> int:
-        """Number of the slice that this rank owns."""
-        return self._collectives.groups.shard.rank
-
-    def pieces_of_replica(self) -> tuple[Piece, ...]:
-        """The slice's pieces, cut further: ranks that hold the same slice have a part of it each.
-
-        `start` counts from the start of the slice.
-        """
-        replica = self._collectives.groups.replica
-        low, high = self.layout.borders[self.shard_rank : self.shard_rank + 2]
-        first, last = (
-            low + (high - low) * number // replica.size
-            for number in (replica.rank, replica.rank + 1)
-        )
-        return tuple(
-            replace(piece, start=piece.start + first - low)
-            for piece in self.layout.pieces_between(first, last)
-        )
-
-    def place_of(self, index: int) -> Piece:
-        """Where this rank's piece of parameter `index` lies; it must have one."""
-        pieces = self.layout.pieces(self.shard_rank)
-        return next(piece for piece in pieces if piece.index == index)
-
-    def in_memory_order(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """A tensor shaped like parameter `index`, 1-D, in the order of the flat buffer."""
-        stride = self.parameters[index].stride()
-        if value.stride() != stride:
-            value = value.new_empty_strided(value.size(), stride).copy_(value)
-        return value.as_strided((value.numel(),), (1,))
-
-    def own_part(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor shaped like parameter `index`, 1-D, in memory order."""
-        place = self.place_of(index)
-        return self.in_memory_order(index, value)[place.offset : place.offset + place.numel]
-
-    def from_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """What is shaped like the piece of parameter `index`, 1-D, in memory order."""
-        return self.in_memory_order(index, values) if self.layout.is_whole else values
-
-    def as_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """1-D values of parameter `index`, in memory order, in the shape that its pieces have."""
-        if not self.layout.is_whole:
-            return values
-        return view_of(values, 0, self._views[self.names[index]])

@@ -49,10 +49,10 @@ class UnitSteps:
         if unit.state is UnitState.GATHERING:
             # A refresh under way still reads the values that are about to change.
             unit.finish_gather()
-        unit.join_master()
+        unit.slice.join_master()
         with unit.gradients.in_master_dtype():
             self._run_alone(pieces)
-        unit.split_master()
+        unit.slice.split_master()
 
     def hide(self, units: Iterable[Unit]) -> None:
         """Put the gradients of units that have been updated out of the optimizer's sight."""

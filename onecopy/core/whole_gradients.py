@@ -35,7 +35,7 @@ class _Whole:
         self.flat = torch.empty(
             unit.layout.padded_numel, dtype=unit.flat.dtype, device=unit.flat.device
         )
-        self.own = self.flat.new_zeros(unit.layout.slice_numels[unit.shard_rank])
+        self.own = self.flat.new_zeros(unit.layout.slice_numels[unit.slice.rank])
         self.views = [
             view_of(self.flat, start, parameter)
             for start, parameter in zip(unit.layout.starts, unit.parameters, strict=True)
@@ -52,13 +52,13 @@ class _Whole:
     def gather(self, collectives: Collectives) -> None:
         """Fill it with what the pieces are now; a collective."""
         unit = self.unit
-        for place in unit.layout.pieces(unit.shard_rank):
-            gradient = unit.pieces[place.index].grad
+        for place in unit.layout.pieces(unit.slice.rank):
+            gradient = unit.slice.pieces[place.index].grad
             part = self.own[place.start : place.start + place.numel]
             if gradient is None:
                 part.zero_()
             else:
-                part.copy_(unit.from_piece(place.index, gradient))
+                part.copy_(unit.slice.from_piece(place.index, gradient))
         collectives.gather(self.flat, self.own, unit.layout.slice_numels, unit.number).finish()
         self._version = self.flat._version
 
@@ -81,13 +81,13 @@ class _Whole:
                 view.data = fresh
         now, unit = self._now(), self.unit
         changed = now != self.own
-        for place in unit.layout.pieces(unit.shard_rank):
+        for place in unit.layout.pieces(unit.slice.rank):
             part = slice(place.start, place.start + place.numel)
             _write(unit, place.index, now[part], changed[part])
         self.note()
 
     def _now(self) -> torch.Tensor:
-        low, high = self.unit.layout.borders[self.unit.shard_rank :][:2]
+        low, high = self.unit.layout.borders[self.unit.slice.rank :][:2]
         return self.flat[low:high]
 
 
@@ -162,10 +162,10 @@ class WholeGradients:
 
 def _write(unit: Unit, index: int, values: torch.Tensor, changed: torch.Tensor) -> None:
     """Give this rank's piece those of its values, in memory order, that were changed."""
-    piece = unit.pieces[index]
+    piece = unit.slice.pieces[index]
     if piece.grad is None:
         if changed.any():
-            piece.grad = unit.as_piece(index, values.to(unit.dtypes.gradient, copy=True))
+            piece.grad = unit.slice.as_piece(index, values.to(unit.dtypes.gradient, copy=True))
         return
-    values, changed = unit.as_piece(index, values), unit.as_piece(index, changed)
+    values, changed = unit.slice.as_piece(index, values), unit.slice.as_piece(index, changed)
     piece.grad.copy_(torch.where(changed, values.to(piece.grad.dtype), piece.grad))

@@ -77,7 +77,7 @@ def _is_low(unit: Unit) -> bool:
 
 
 def _masters(units: list[Unit]) -> str:
-    if any(unit.is_split for unit in units):
+    if any(unit.slice.is_split for unit in units):
         return "fp32 as bf16 and 16 more bits"
     return _names(unit.dtypes.master for unit in units)
 

@@ -1,0 +1,213 @@
+"""The slice of one unit that this rank owns: its master, and the pieces that the optimizer sees.
+
+Tensor roles (s elements in this rank's slice):
+    own     (s,) compute dtype; the part of the unit's flat buffer that this rank owns
+    master  (s,) master dtype; the same memory as `own` where the flat buffer stays and the dtypes
+            are equal; where it is split, `own` and a remainder hold its values until somebody wants
+            them
+    pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
+            the parameter where the layout keeps parameters whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from onecopy.core.split import SplitMaster
+from onecopy.core.views import view_of
+
+if TYPE_CHECKING:
+    from onecopy.comm.groups import Groups
+    from onecopy.core.layout import Layout, Piece
+
+__all__ = ["OwnedSlice"]
+
+
+class OwnedSlice:
+    """See the module's docstring.
+
+    Attributes:
+        own: see the module's docstring.
+        pieces: by number of the parameter in the unit.
+        rank: number of the slice that this rank owns.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Groups,
+        own: torch.Tensor,
+        master: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        trainable: Sequence[bool],
+    ) -> None:
+        """Cut the pieces.
+
+        Args:
+            views: the parameters' places in the flat buffer, shaped like them.
+            trainable: for each parameter whether it requires a gradient.
+        """
+        self.own = own
+        self.rank = groups.shard.rank
+        self._layout = layout
+        self._replica = groups.replica
+        self._master = master
+        self._views = views
+        self._split: SplitMaster | None = None
+        self.pieces: dict[int, nn.Parameter] = {
+            piece.index: nn.Parameter(self._part(piece), requires_grad=trainable[piece.index])
+            for piece in layout.pieces(self.rank)
+        }
+
+    # The master -------------------------------------------------------------------------------
+
+    @property
+    def master(self) -> torch.Tensor:
+        """(s,) the values in master precision."""
+        self.join_master()
+        return self._master
+
+    def master_part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of the master: a view, or a copy where it is split."""
+        if self._split is not None:
+            return self._split.part(start, stop)
+        return self._master[start:stop]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What holds the master, as it is now."""
+        return (self._master,) if self._split is None else (self._master, *self._split.tensors)
+
+    def begin_split(self) -> None:
+        """From now on the master is kept as the bf16 slice and a remainder."""
+        self._split = SplitMaster(self.own, self._master, self.pieces.values())
+        self._split.split()
+
+    @property
+    def is_split(self) -> bool:
+        """The master is kept as the bf16 slice and a remainder."""
+        return self._split is not None
+
+    def join_master(self) -> None:
+        """Before the master is looked at or changed."""
+        if self._split is not None:
+            self._split.join()
+
+    def split_master(self) -> None:
+        """After that: parameters get the rounded values where a remainder is kept beside them."""
+        if self._split is not None:
+            self._split.split()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Inside, the master can be looked at and changed; afterwards it is as it was before."""
+        was_split = self._split is not None and not self._split.is_joined
+        self.join_master()
+        yield
+        if was_split:
+            self.split_master()
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Keep the master in another dtype; pieces stay who they are."""
+        if dtype == self._master.dtype:
+            return
+        self._master = self._master.to(dtype)
+        for place in self._layout.pieces(self.rank):
+            self.pieces[place.index].data = self._part(place)
+
+    def rounded(self) -> torch.Tensor:
+        """(s,) the values in the compute dtype; in the flat buffer where that is kept."""
+        if self._split is not None:
+            self._split.split()
+            return self.own
+        if self._master.dtype != self.own.dtype:
+            return self.own.copy_(self._master)
+        return self._master
+
+    @property
+    def has_own_values(self) -> bool:
+        """The flat buffer's values lie beside the master, not in it."""
+        is_split = self._split is not None and not self._split.is_joined
+        return self._master is not self.own and not is_split
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the flat buffer's values are not what the master rounds to."""
+        rounded = self._master.to(self.own.dtype)
+        return self.has_own_values and not torch.equal(self.own, rounded)
+
+    def take_values(self) -> None:
+        """Make the master hold the values of the flat buffer.
+
+        Only elements that differ from the master's rounded value are taken over, so that reading
+        and writing back never costs a master its precision.
+        """
+        if not self.has_own_values:
+            return
+        master = self._master
+        changed = self.own != master.to(self.own.dtype)
+        values = self.own.to(master.dtype)
+        master.copy_(torch.where(changed, values, master))
+
+    def load(self, index: int, value: torch.Tensor) -> None:
+        """Give the piece of parameter `index` values that were loaded into it, unrounded.
+
+        Only where they agree with what the parameter holds: code of the model's own may have
+        loaded something else.
+        """
+        place, compute = self.place_of(index), self.own.dtype
+        values = self.own_part(index, value)
+        with self.joined():
+            master = self._master[place.start : place.start + place.numel]
+            loaded = values.to(master)
+            master.copy_(torch.where(loaded.to(compute) == master.to(compute), loaded, master))
+
+    # Places -----------------------------------------------------------------------------------
+
+    def place_of(self, index: int) -> Piece:
+        """Where the piece of parameter `index` lies; there must be one."""
+        return next(piece for piece in self._layout.pieces(self.rank) if piece.index == index)
+
+    def pieces_of_replica(self) -> tuple[Piece, ...]:
+        """The slice's pieces, cut further: ranks that hold the same slice have a part of it each.
+
+        `start` counts from the start of the slice.
+        """
+        low, high = self._layout.borders[self.rank : self.rank + 2]
+        first, last = (
+            low + (high - low) * number // self._replica.size
+            for number in (self._replica.rank, self._replica.rank + 1)
+        )
+        return tuple(
+            replace(piece, start=piece.start + first - low)
+            for piece in self._layout.pieces_between(first, last)
+        )
+
+    def in_memory_order(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A tensor shaped like parameter `index`, 1-D, in the order of the flat buffer."""
+        stride = self._views[index].stride()
+        if value.stride() != stride:
+            value = value.new_empty_strided(value.size(), stride).copy_(value)
+        return value.as_strided((value.numel(),), (1,))
+
+    def own_part(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor shaped like parameter `index`, 1-D, in memory order."""
+        place = self.place_of(index)
+        return self.in_memory_order(index, value)[place.offset : place.offset + place.numel]
+
+    def from_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """What is shaped like the piece of parameter `index`, 1-D, in memory order."""
+        return self.in_memory_order(index, values) if self._layout.is_whole else values
+
+    def as_piece(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """1-D values of parameter `index`, in memory order, in the shape that its pieces have."""
+        return view_of(values, 0, self._views[index]) if self._layout.is_whole else values
+
+    def _part(self, place: Piece) -> torch.Tensor:
+        return self.as_piece(place.index, self._master[place.start : place.start + place.numel])
