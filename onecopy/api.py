@@ -42,7 +42,9 @@ from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
-from onecopy.report.dtypes import announce
+from onecopy.planner.choose import choose_stage
+from onecopy.report.announce import announce
+from onecopy.report.dtypes import describe
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,8 +53,9 @@ if TYPE_CHECKING:
     from onecopy.comm.groups import Group, ImaginedWorld
     from onecopy.core.unit import UnitSpec
     from onecopy.memory.host_buffer import HostBuffer
+    from onecopy.planner.choose import OptimizerOf
 
-__all__ = ["clip_grad_norm_", "full_parameters", "no_sync", "shard", "unshard"]
+__all__ = ["clip_grad_norm_", "config_of", "full_parameters", "no_sync", "shard", "unshard"]
 
 Models = TypeVar("Models", nn.Module, Sequence[nn.Module])
 INSTANCE_METHODS = ("no_sync", "zero_grad", "_apply", "__deepcopy__")
@@ -119,7 +122,7 @@ def shard(
         the model (or the sequence) that was passed.
 
     Raises:
-        ConfigError: a setting is unknown or does not fit.
+        ConfigError: a setting is unknown or does not fit, or with stage="auto" no stage does.
         ShardingError: the model or an optimizer cannot be sharded, or is sharded already.
         MismatchError: ranks passed different models or settings.
 
@@ -138,9 +141,17 @@ def shard(
         _check_modules(models)
         for one in models:
             prepare(one)
-        units = [_units_of(one, optimizers, config) for one in models]
+        optimizer_of = _optimizer_of(optimizers)
+        units = [_units_of(one, optimizer_of, config) for one in models]
+        world = comm_groups.world_group(mesh)
         for one, specs in zip(models, units, strict=True):
-            _shard_one(one, specs, mesh, config)
+            comm_groups.check_backend(world, specs[0].device)
+            check_equal(world, one, config, [_described(spec) for spec in specs])
+        config, choice = choose_stage(config, world, units, optimizer_of)
+        if choice is not None:
+            announce(choice.reason, world)
+        for one, specs in zip(models, units, strict=True):
+            _shard_one(one, specs, world, mesh, config)
     elif len(sharded) < len(models) or not optimizers:
         raise ShardingError(
             f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
@@ -228,6 +239,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         backward.sync = before
+
+
+def config_of(model: nn.Module) -> Config:
+    """The settings with which a model is sharded; with stage="auto" the stage that was chosen.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    engine: Engine = handle.of(model).engine
+    return engine.config
 
 
 def clip_grad_norm_(
@@ -351,34 +372,38 @@ def _check_modules(models: Sequence[nn.Module]) -> None:
                 )
 
 
-def _units_of(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
-) -> list[UnitSpec]:
-    """The units of a model, each with parameters of one optimizer; nothing is changed yet."""
-    optimizer_of = {
+def _optimizer_of(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerOf:
+    """Tells what updates a parameter."""
+    known = {
         id(parameter): optimizer
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    specs = find_units(model, config, lambda parameter: optimizer_of.get(id(parameter)))
+    return lambda parameter: known.get(id(parameter))
+
+
+def _units_of(model: nn.Module, optimizer_of: OptimizerOf, config: Config) -> list[UnitSpec]:
+    """The units of a model, each with parameters of one optimizer; nothing is changed yet."""
+    specs = find_units(model, config, optimizer_of)
     check_master(config.precision_policy, [spec.dtypes.compute for spec in specs])
     check_step_in_backward(config, specs)
     return specs
 
 
 def _shard_one(
-    model: nn.Module, specs: list[UnitSpec], mesh: DeviceMesh | ImaginedWorld | None, config: Config
+    model: nn.Module,
+    specs: list[UnitSpec],
+    world: Group,
+    mesh: DeviceMesh | ImaginedWorld | None,
+    config: Config,
 ) -> None:
     device = specs[0].device
-    world = comm_groups.world_group(mesh)
-    comm_groups.check_backend(world, device)
-    check_equal(world, model, config, [_described(spec) for spec in specs])
     if device.type == "cpu":
         buffers.reuse_freed_blocks()
     events = Events(config.sinks)
     number, key = number_of_model(world)
-    groups = comm_groups.make_groups(world, cut=STAGES[config.stage].shards_anything)
+    groups = comm_groups.make_groups(world, cut=STAGES[config.stage_number].shards_anything)
     collectives = Collectives(
         groups,
         key=key,
@@ -396,7 +421,7 @@ def _shard_one(
         engine = Engine(model, specs, config, collectives)
         if sources:
             read_pieces(engine, sources)
-    announce(engine)
+    announce(describe(engine), world)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events, mesh)
     setattr(model, handle.ATTRIBUTE, owner)

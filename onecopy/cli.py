@@ -170,11 +170,17 @@ class _ExtendTuple(argparse.Action):
 
 def _element(kind: Any) -> Callable[[str], Any]:
     """The type that reads one value: of `tuple[Path, ...]` and of `Path | None` it is Path."""
+    if kind == int | str:
+        return _number_or_word
     if typing.get_origin(kind) in (tuple, types.UnionType):
         element: Callable[[str], Any] = typing.get_args(kind)[0]
         return element
     reads: Callable[[str], Any] = kind
     return reads
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _shown(default: Any) -> str:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from onecopy.errors import ConfigError
-from onecopy.options import unknown_setting
+from onecopy.options import bytes_of, unknown_setting
 
 __all__ = ["Config", "Precision"]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "bf16+16", "bf16")
 STAGES = (0, 1, 2, 3)
+AUTO = "auto"
 SAVED_TENSORS = ("auto", "always")
 
 
@@ -93,7 +94,10 @@ class Config:
     """Everything `shard` can be told. Only `stage` is worth a thought at first.
 
     stage: 0 keeps every state whole on every rank (plain data parallel), 1 cuts optimizer states,
-        2 also gradients, 3 also parameters (Rajbhandari et al. 2020, sections 5 and 7).
+        2 also gradients, 3 also parameters (Rajbhandari et al. 2020, sections 5 and 7). "auto" lets
+        `shard` ask the planner: of those that fit into `memory`, the one that sends least.
+    memory: for stage="auto", what the device of one rank can hold, "80GiB" or bytes; None means
+        what the accelerator has. 70 % of it may go to model states and buffers.
     precision: "fp32", "bf16", "fp16" or a `Precision`; None keeps the parameters' own dtypes.
     units: names of the modules to gather as one unit each, shell patterns allowed
         ("encoder.layers.*"); None finds the repeated blocks by itself.
@@ -119,7 +123,8 @@ class Config:
     Where values came from is kept in `origins`, see `origin_of`.
     """
 
-    stage: int = 3
+    stage: int | str = 3
+    memory: int | str | None = None
     precision: Precision | str | None = None
     units: tuple[str, ...] | None = None
     keep_gathered: tuple[str, ...] = ()
@@ -132,7 +137,8 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_choice("stage", self.stage, STAGES)
+        _check_choice("stage", self.stage, (*STAGES, AUTO))
+        _check_memory(self)
         _check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
         if not isinstance(self.whole_parameters, bool):
             raise ConfigError(f"whole_parameters={self.whole_parameters!r}: give True or False")
@@ -169,7 +175,7 @@ class Config:
         precision = _toml_lines(self.precision_policy)
         if precision:
             precision = ["", "[precision]", *precision]
-        return "\n".join([f"stage = {self.stage}", *own, *precision]) + "\n"
+        return "\n".join([f"stage = {json.dumps(self.stage)}", *own, *precision]) + "\n"
 
     @classmethod
     def from_toml(cls, source: str | Path) -> Config:
@@ -211,6 +217,17 @@ class Config:
         return self.origins.get(name, "default" if is_default else "config object")
 
     @property
+    def stage_number(self) -> int:
+        """`stage` where it is a number, which it is from the moment at which `shard` cuts."""
+        assert isinstance(self.stage, int), "shard has asked the planner what auto means"
+        return self.stage
+
+    @property
+    def capacity(self) -> int | None:
+        """`memory` in bytes."""
+        return bytes_of(self.memory) if isinstance(self.memory, str) else self.memory
+
+    @property
     def precision_policy(self) -> Precision:
         """`precision` as an object; without one, everything keeps its own dtype."""
         return self.precision if isinstance(self.precision, Precision) else Precision()
@@ -246,6 +263,22 @@ class Config:
 def _settings_of(record: type[Config | Precision]) -> dict[str, Field[Any]]:
     """The settings of a policy."""
     return {item.name: item for item in fields(record) if item.init}
+
+
+def _check_memory(config: Config) -> None:
+    if config.memory is None:
+        return
+    is_number = isinstance(config.memory, int) and not isinstance(config.memory, bool)
+    if not isinstance(config.memory, str) and not (is_number and int(config.memory) > 0):
+        raise ConfigError(
+            f'memory={config.memory!r}: give a size such as "80GiB", or a number of bytes'
+        )
+    _ = config.capacity
+    if isinstance(config.stage, int):
+        raise ConfigError(
+            f'memory={config.memory!r} is read for stage="auto" only, and stage is '
+            f"{config.stage}: leave one of the two out"
+        )
 
 
 def _changed(record: Config | Precision) -> list[tuple[str, Any]]:

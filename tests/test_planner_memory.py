@@ -17,7 +17,7 @@ from onecopy.core.precision import dtypes_of
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
-from onecopy.planner.memory import Cluster, Memory, Sent, memory_of, sent_by
+from onecopy.planner.memory import Cluster, Memory, Sent, Step, memory_of, sent_by
 from onecopy.planner.modules import units_of, widths_of_dtypes
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
@@ -90,7 +90,7 @@ def trained(
         held=held,
         peak=peak,
         sent=sent,
-        planned=memory_of(shape, stage, options.cluster, widths, backwards),
+        planned=memory_of(shape, stage, options.cluster, widths, Step(backwards=backwards)),
         planned_sent=sent_by(shape, stage, options.cluster, widths, backwards),
     )
 

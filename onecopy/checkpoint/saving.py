@@ -271,7 +271,7 @@ def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str
         models={
             name: {
                 "kind": type(one.module).__name__,
-                "stage": one.engine.config.stage,
+                "stage": one.engine.config.stage_number,
                 "num_parameters": sum(
                     parameter.numel() for unit in one.engine.units for parameter in unit.parameters
                 ),

@@ -57,7 +57,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        self.stage = STAGES[config.stage]
+        self.stage = STAGES[config.stage_number]
         self.collectives = collectives
         self.events = collectives.events
         self.schedule = Schedule()

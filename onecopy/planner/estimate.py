@@ -27,7 +27,7 @@ class ElementWidths:
 
     compute: int = 4  # what forward and backward use
     master: int = 4  # what the optimizer updates
-    gradient: int = 4  # the reduced gradient that the optimizer reads
+    gradient: int = 4  # the reduced gradient that the optimizer reads; 0 where none is kept
     optimizer: int = 8  # all optimizer states together: Adam keeps two fp32 moments
     remainder: int | None = None  # kept in place of a master where the compute dtype stays
     reduce: int | None = None  # gradients on the wire; None means as wide as the compute dtype
@@ -82,17 +82,28 @@ def state_bytes(
     cut = _stage(stage, world_size)
     if num_parameters < 1:
         raise ConfigError(f"num_parameters is {num_parameters}: give a model with parameters.")
-    owned = -(-num_parameters // world_size) if cut.shards_anything else num_parameters
+    number = -(-num_parameters // world_size) if cut.shards_anything else num_parameters
+    owned = owned_bytes(stage, number, widths)
     compute = 0 if cut.releases else num_parameters * widths.compute
-    # In full precision the flat buffer is itself the master, as long as the rank keeps it.
-    shares_master = not cut.releases and widths.compute == widths.master
-    is_split = widths.remainder is not None and not cut.releases
-    master = widths.remainder if is_split and widths.remainder is not None else widths.master
     local_gradients = num_parameters * widths.wire if cut.keeps_gradient_buffer else 0
     return StateBytes(
-        parameters=compute + (0 if shares_master else owned * master),
-        gradients=local_gradients + owned * widths.gradient,
-        optimizer=owned * widths.optimizer,
+        parameters=compute + owned.parameters,
+        gradients=local_gradients + owned.gradients,
+        optimizer=owned.optimizer,
+    )
+
+
+def owned_bytes(stage: int, num_owned: int, widths: ElementWidths = FP32) -> StateBytes:
+    """Bytes of the elements that a rank owns: masters, mean gradients and optimizer states."""
+    releases = _stage(stage).releases
+    # In full precision the flat buffer is itself the master, as long as the rank keeps it.
+    shares_master = not releases and widths.compute == widths.master
+    is_split = widths.remainder is not None and not releases
+    master = widths.remainder if is_split and widths.remainder is not None else widths.master
+    return StateBytes(
+        parameters=0 if shares_master else num_owned * master,
+        gradients=num_owned * widths.gradient,
+        optimizer=num_owned * widths.optimizer,
     )
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "Cluster",
     "Memory",
     "Sent",
+    "Step",
     "activation_bytes",
     "memory_of",
     "sent_by",
@@ -66,6 +67,19 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step has beside the model's states.
+
+    backwards: in it. activations: bytes at their peak, None where they are not known.
+    prefetch_bytes: as in `Config`, of units gathered ahead of their use.
+    """
+
+    backwards: int = 1
+    activations: int | None = None
+    prefetch_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes on one rank at the peak, by kind.
 
@@ -91,6 +105,11 @@ class Memory:
     def total(self) -> int:
         """All of it."""
         return self.states + self.gathered + self.buffers + (self.activations or 0)
+
+    def __add__(self, other: Memory) -> Memory:
+        """Of two models on one rank, each at its peak."""
+        both = zip(self.by_kind().items(), other.by_kind().values(), strict=True)
+        return Memory(**{kind: (first or 0) + (second or 0) for (kind, first), second in both})
 
     def by_kind(self) -> dict[str, int | None]:
         """The parts by name, in the order of the table."""
@@ -130,7 +149,7 @@ class _Sized:
     @property
     def mean(self) -> int:
         """Bytes of the owned part of the unit's mean gradient, as it is summed."""
-        return self.layout.strides[0] * max(4, self.widths.master) if self.unit.trainable else 0
+        return max(self.layout.strides) * max(4, self.widths.master) if self.unit.trainable else 0
 
     @property
     def gradient_of_autograd(self) -> int:
@@ -142,14 +161,35 @@ class _Sized:
             return 0
         return max(self.unit.numels) * self.widths.compute * (2 if self.unit.surrounds else 1)
 
+    @property
+    def lasts(self) -> bool:
+        """Its gradients are reduced when a backward ends, those of others on the way."""
+        return self.unit.surrounds or self.unit.stays
+
+    @property
+    def state_widths(self) -> ElementWidths:
+        """A frozen parameter is its own master and has neither gradient nor states."""
+        if self.unit.trainable:
+            return self.widths
+        compute = self.widths.compute
+        return ElementWidths(compute=compute, master=compute, gradient=0, optimizer=0, reduce=0)
+
+    def stage(self, of_model: int) -> int:
+        """The stage of this unit: parameters that stay are not cut."""
+        if not self.unit.stays:
+            return of_model
+        own = STAGES[of_model].with_whole_parameters
+        return next(number for number, cut in STAGES.items() if cut == own)
+
+    def owned(self, stage: int, rank: int, devices: int) -> StateBytes:
+        """What a rank owns of a unit with whole parameters more than the mean over ranks."""
+        mean = -(-self.layout.padded_numel // devices)
+        more = self.layout.slice_numels[rank] - mean
+        return estimate.owned_bytes(self.stage(stage), more, self.state_widths)
+
     def states(self, stage: int, devices: int) -> StateBytes:
         """Of one such unit."""
-        widths = self.widths
-        if not self.unit.trainable:
-            # A frozen parameter is its own master and has neither gradient nor states.
-            widths = ElementWidths(
-                compute=widths.compute, master=widths.compute, gradient=0, optimizer=0, reduce=0
-            )
+        widths, stage = self.state_widths, self.stage(stage)
         flat = estimate.state_bytes(stage, self.layout.padded_numel, devices, widths)
         # Gradient buffers are longer, by the flags that ride along.
         wide = estimate.state_bytes(stage, self.layout.gradient_numel, devices, widths)
@@ -166,13 +206,21 @@ def _sized(model: ModelShape, stage: int, devices: int, widths: ElementWidths) -
         own = unit.widths or widths
         groups = (devices, 1) if is_cut else (1, devices)
         alignment = ALIGNMENT_BYTES // min(own.compute, own.master)
-        yield _Sized(unit, _layout(unit.numels, *groups, alignment), own)
+        yield _Sized(unit, _layout(unit.numels, unit.owners, *groups, alignment), own)
 
 
 @lru_cache(maxsize=1024)
-def _layout(numels: tuple[int, ...], shard: int, replica: int, alignment: int) -> Layout:
+def _layout(
+    numels: tuple[int, ...],
+    owners: tuple[int, ...] | None,
+    shard: int,
+    replica: int,
+    alignment: int,
+) -> Layout:
     """As the runtime would lay it out; a plan asks for the same ones again and again."""
-    return Layout(numels, num_slices=shard, num_replicas=replica, alignment=alignment)
+    return Layout(
+        numels, num_slices=shard, num_replicas=replica, alignment=alignment, owners=owners
+    )
 
 
 def memory_of(
@@ -180,32 +228,47 @@ def memory_of(
     stage: int,
     cluster: Cluster,
     widths: ElementWidths,
-    backwards: int = 1,
-    activations: int | None = None,
+    step: Step = Step(),
 ) -> Memory:
-    """What a rank holds at `stage`.
+    """What a rank holds at `stage`, the fullest one.
 
     Args:
         widths: of units that do not say their own.
-        backwards: per optimizer step.
     """
     devices = cluster.devices
     units = list(_sized(model, stage, devices, widths))
     states = [(one.unit.count, one.states(stage, devices)) for one in units]
+    states += _uneven(units, stage, devices)
     return Memory(
         parameters=sum(count * one.parameters for count, one in states),
         gradients=sum(count * one.gradients for count, one in states),
         optimizer=sum(count * one.optimizer for count, one in states),
-        gathered=_gathered(units) if STAGES[stage].releases else 0,
-        buffers=_buffers(units, stage, devices, backwards),
-        activations=activations,
+        gathered=_gathered(units, step.prefetch_bytes) if STAGES[stage].releases else 0,
+        buffers=_buffers(units, stage, devices, step.backwards),
+        activations=step.activations,
     )
 
 
-def _gathered(units: list[_Sized]) -> int:
+def _uneven(units: list[_Sized], stage: int, devices: int) -> list[tuple[int, StateBytes]]:
+    """What the fullest rank has more than the mean, where parameters are not cut."""
+    whole = [one for one in units if one.layout.is_whole]
+    if not whole or not STAGES[stage].shards_anything:
+        return []
+    ranks = (
+        [(one.unit.count, one.owned(stage, rank, devices)) for one in whole]
+        for rank in range(devices)
+    )
+    return max(ranks, key=lambda parts: sum(count * one.total for count, one in parts))
+
+
+def _gathered(units: list[_Sized], prefetch_bytes: int | None) -> int:
     """Units around others, and the two largest neighbours: one in use, one on its way."""
-    around = sum(one.values for one in units if one.unit.surrounds)
-    inner = [one for one in units if not one.unit.surrounds]
+    passing = [one for one in units if not one.unit.stays]
+    around = sum(one.values for one in passing if one.unit.surrounds)
+    inner = [one for one in passing if not one.unit.surrounds]
+    if prefetch_bytes is not None:
+        most = sum(one.unit.count * one.values for one in inner)
+        return around + min(most, max((one.values for one in inner), default=0) + prefetch_bytes)
     in_order = [one.values for one in inner for _ in range(min(one.unit.count, 2))]
     pairs = (first + second for first, second in pairwise(in_order))
     return around + max(pairs, default=sum(in_order))
@@ -215,13 +278,14 @@ def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> i
     """Local gradients of the units in backward, what comes in of others, autograd's own.
 
     Where local gradients are kept anyway they count as gradients, not here. From the second
-    backward on there are means already, to which new ones are added.
+    backward on there are means already, to which new ones are added; and where the optimizer steps
+    in backward, means are here only.
     """
     cut = STAGES[stage]
-    inner = max((one.gradients for one in units if not one.unit.surrounds), default=0)
-    around = sum(one.gradients for one in units if one.unit.surrounds)
-    inner_mean = max((one.mean for one in units if not one.unit.surrounds), default=0)
-    around_mean = sum(one.mean for one in units if one.unit.surrounds)
+    inner = max((one.gradients for one in units if not one.lasts), default=0)
+    around = sum(one.unit.count * one.gradients for one in units if one.lasts)
+    inner_mean = max((one.mean for one in units if not one.lasts), default=0)
+    around_mean = sum(one.unit.count * one.mean for one in units if one.lasts)
     # Where gradients are cut, one reduce ends before the next unit's buffer takes its memory.
     both: Callable[[int, int], int] = max if cut.cut_gradients else operator.add
     local = 0 if cut.keeps_gradient_buffer else inner + around
@@ -229,7 +293,8 @@ def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> i
     if not cut.shards_anything and devices > 1:
         # The sums come back into a buffer of their own.
         incoming += both(inner, around)
-    again = both(inner_mean, around_mean) if backwards > 1 else 0
+    keeps_none = any(one.unit.trainable and not one.widths.gradient for one in units)
+    again = both(inner_mean, around_mean) if backwards > 1 or keeps_none else 0
     autograd = max((one.gradient_of_autograd for one in units), default=0)
     return local + incoming + again + autograd
 

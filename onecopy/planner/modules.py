@@ -1,10 +1,13 @@
-"""The units of a real module, as `shard` would make them. The planner's only file that needs torch.
+"""The units of a real module, as `shard` would make them.
 
-The module may lie on the meta device; nothing of it is read but shapes.
+The module may lie on the meta device; nothing of it is read but shapes. Of the planner's files only
+this one and choose.py need torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from onecopy.core.unit import UnitSpec
     from onecopy.planner.options import PlanOptions
 
-__all__ = ["units_of", "widths_of_dtypes"]
+__all__ = ["shapes_of", "units_of", "widths_of_dtypes"]
 
 
 def units_of(model: nn.Module, options: PlanOptions) -> tuple[UnitShape, ...]:
@@ -31,38 +34,44 @@ def units_of(model: nn.Module, options: PlanOptions) -> tuple[UnitShape, ...]:
         ShardingError: a parameter cannot be sharded, as `shard` would say.
     """
     specs = find_units(model, Config(precision=options.policy), lambda _: None)
-    modules = {id(spec.module) for spec in specs}
     states = options.optimizer_states
     usual = widths_of(options.policy, states)
-    shapes = [_shape(spec, modules, usual, states) for spec in specs]
+    widths = [widths_of_dtypes(spec.dtypes, states) for spec in specs]
+    # Units that follow the plan's precision follow it to other precisions, too.
+    own = [
+        None if one == usual or not spec.trainable else one
+        for spec, one in zip(specs, widths, strict=True)
+    ]
+    return shapes_of(specs, own)
+
+
+def shapes_of(
+    specs: Sequence[UnitSpec], widths: Sequence[ElementWidths | None]
+) -> tuple[UnitShape, ...]:
+    """Units as the planner sees them; neighbours that are alike are one record.
+
+    Args:
+        widths: bytes of each state of each unit; None where the plan's precision says it.
+    """
+    modules = {id(spec.module) for spec in specs}
+    shapes = [_shape(spec, modules, own) for spec, own in zip(specs, widths, strict=True)]
     units = []
-    for _, alike in groupby(shapes, key=lambda unit: (unit.numels, unit.widths, unit.trainable)):
+    for _, alike in groupby(shapes, key=lambda unit: replace(unit, name="")):
         first, *more = alike
-        units.append(
-            UnitShape(
-                name=first.name,
-                numels=first.numels,
-                count=1 + len(more),
-                trainable=first.trainable,
-                surrounds=first.surrounds,
-                widths=first.widths,
-            )
-        )
+        units.append(replace(first, count=1 + len(more)))
     return tuple(units)
 
 
-def _shape(
-    spec: UnitSpec, modules: set[int], usual: ElementWidths, optimizer_states: int
-) -> UnitShape:
-    widths = widths_of_dtypes(spec.dtypes, optimizer_states)
+def _shape(spec: UnitSpec, modules: set[int], widths: ElementWidths | None) -> UnitShape:
     inner = {id(module) for module in spec.module.modules()} - {id(spec.module)}
     return UnitShape(
         name=spec.name,
         numels=tuple(parameter.numel() for _, parameter in spec.parameters),
         trainable=spec.trainable,
         surrounds=bool(inner & modules),
-        # Units that follow the plan's precision follow it to other precisions, too.
-        widths=None if widths == usual or not spec.trainable else widths,
+        stays=spec.stays,
+        owners=spec.owners,
+        widths=widths,
     )
 
 

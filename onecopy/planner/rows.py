@@ -15,6 +15,7 @@ from onecopy.planner.memory import (
     Batch,
     Memory,
     Sent,
+    Step,
     activation_bytes,
     memory_of,
     sent_by,
@@ -121,8 +122,8 @@ class Question:
             activations = activation_bytes(
                 shape.transformer, self.batch, widths.compute, recompute=way.recompute
             )
-        backwards = self.options.accumulate
-        return memory_of(shape, way.stage, self.options.cluster, widths, backwards, activations)
+        step = Step(backwards=self.options.accumulate, activations=activations)
+        return memory_of(shape, way.stage, self.options.cluster, widths, step)
 
     def fits(self, way: Way, num_blocks: int) -> bool:
         """Whether the model would fit with so many blocks."""

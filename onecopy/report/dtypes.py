@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,32 +12,14 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
-__all__ = ["announce", "describe"]
+__all__ = ["describe"]
 
-LOGGER = logging.getLogger("onecopy")
 NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-
-
-def announce(engine: Engine) -> None:
-    """Say on the first rank what `describe` finds, by the logger "onecopy".
-
-    Where nobody has configured logging it goes to stderr. Raise the logger's level to silence it:
-    `logging.getLogger("onecopy").setLevel("WARNING")`.
-    """
-    if engine.collectives.groups.world.rank != 0 or LOGGER.level > logging.INFO:
-        return
-    text = describe(engine)
-    if text is None:
-        return
-    if LOGGER.hasHandlers():
-        LOGGER.info(text)
-    else:
-        print(f"onecopy: {text}", file=sys.stderr)
 
 
 def describe(engine: Engine) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onecopy.config import AUTO, STAGES, Config
 from onecopy.errors import ConfigError
 from onecopy.options import check_choices, check_least, describe
 
@@ -17,12 +18,20 @@ from onecopy.options import check_choices, check_least, describe
 class TrainOptions:
     """Everything `onecopy train` can be told. Raises ConfigError for values that cannot work."""
 
-    stage: int = field(
+    stage: int | str = field(
         default=3,
         metadata=describe(
             "what to cut over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, "
-            "3 parameters too",
-            choices=(0, 1, 2, 3),
+            "3 parameters too; auto the stage that sends least of those that fit",
+            choices=(*STAGES, AUTO),
+        ),
+    )
+    memory: str | None = field(
+        default=None,
+        metadata=describe(
+            "with --stage auto: what one process can hold, such as 80GiB; without it, what its "
+            "accelerator has",
+            metavar="SIZE",
         ),
     )
     nproc: int = field(
@@ -114,6 +123,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         check_least(self, _LEAST)
         check_choices(self)
+        # Says what does not go together.
+        Config(stage=self.stage, memory=self.memory)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
         if self.warmup > 1:

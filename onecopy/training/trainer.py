@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -43,6 +43,7 @@ PROMPT = b"The "
 class TrainResult:
     """What a run measured, equal on all ranks. Bits are per held-out byte, averaged over ranks."""
 
+    stage: int
     held_out_bits: dict[int, float]  # by the number of steps done
     unigram_bits: float
     num_parameters: int  # of the model
@@ -102,7 +103,15 @@ def _train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, weight_decay=options.weight_decay
     )
-    onecopy.shard(model, optimizer, stage=options.stage, precision=options.precision)
+    onecopy.shard(
+        model,
+        optimizer,
+        stage=options.stage,
+        memory=options.memory,
+        precision=options.precision,
+    )
+    stage = onecopy.config_of(model).stage_number
+    options = replace(options, stage=stage, memory=None)
 
     _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")
     quiet = options.quiet or shard.rank != 0
@@ -112,6 +121,7 @@ def _train(
         _train_steps(model, optimizer, batches, observer, resumes)
     observed = observer.finish()
     return TrainResult(
+        stage=stage,
         held_out_bits=observed.held_out_bits,
         unigram_bits=data.unigram_bits(corpus),
         num_parameters=num_parameters,
@@ -279,10 +289,10 @@ def _show_memory(
         console,
         tables.MemoryFigures(
             measured=measured,
-            formula=estimate.state_bytes(options.stage, padded, world_size, widths),
+            formula=estimate.state_bytes(result.stage, padded, world_size, widths),
             data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
         ),
-        f"Model states at stage {options.stage} on {plural(world_size, 'rank')}, after backward "
+        f"Model states at stage {result.stage} on {plural(world_size, 'rank')}, after backward "
         f"({result.num_parameters:,} parameters, {padded:,} with padding)",
     )
 
@@ -292,7 +302,7 @@ def _show_bytes_sent(
 ) -> None:
     # Gradients travel in the compute dtype, as parameters do.
     width = (estimate.FP32 if options.precision == "fp32" else estimate.BF16).compute
-    messages = estimate.traffic(options.stage, options.accumulate)
+    messages = estimate.traffic(result.stage, options.accumulate)
     formula = {
         kind: estimate.bytes_sent(times, result.padded_numel, world_size, width)
         for kind, times in messages.by_kind().items()

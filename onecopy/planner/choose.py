@@ -1,0 +1,211 @@
+"""`stage="auto"`: the planner's answer for the model, the optimizers and the ranks that are there.
+
+`onecopy plan` knows a batch and says what it needs. `shard` knows none, so activations are what is
+left: `ROOM` of a device may go to model states and the runtime's buffers. Of the stages that keep
+to that, the one that `recommend.preference` puts first is taken. Stages give the same training, so
+nothing else is chosen: what changes numbers, or asks something of the loop, is the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING
+
+from onecopy.comm.compare import first_decides
+from onecopy.config import STAGES, Config
+from onecopy.core.partition import assign_owners
+from onecopy.core.stages import STAGES as TABLE
+from onecopy.errors import ConfigError
+from onecopy.memory.device import available_bytes
+from onecopy.planner import estimate
+from onecopy.planner.memory import KINDS, Cluster, Memory, Step, memory_of
+from onecopy.planner.modules import shapes_of, widths_of_dtypes
+from onecopy.planner.optimizers import USUAL_STATES, num_states
+from onecopy.planner.recommend import preference
+from onecopy.planner.shapes import ModelShape
+from onecopy.report.amounts import amount, unit_for
+
+if TYPE_CHECKING:
+    import torch
+
+    from onecopy.comm.groups import Group
+    from onecopy.core.unit import UnitSpec
+    from onecopy.planner.estimate import ElementWidths
+
+__all__ = ["ROOM", "Choice", "choose_stage"]
+
+# The share of a device that model states and buffers may have. Activations, temporary tensors and
+# what the allocator cannot use get the rest.
+ROOM = Fraction(7, 10)
+PERCENT = f"{100 * ROOM} %"
+
+OptimizerOf = Callable[["torch.nn.Parameter"], "torch.optim.Optimizer | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the planner found for `stage="auto"`.
+
+    stage: None where none fits. memory: by stage, bytes of states and buffers of the fullest rank.
+    capacity: bytes of the smallest device. enough: ranks that would do, where none fits.
+    assumed: whether the states of an optimizer were not known.
+    """
+
+    stage: int | None
+    memory: dict[int, Memory]
+    capacity: int
+    enough: int | None = None
+    assumed: bool = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that states and buffers may take."""
+        return int(self.capacity * ROOM)
+
+    @property
+    def reason(self) -> str:
+        """The choice and why, in one line."""
+        assert self.stage is not None, "what does not fit is refused"
+        needs = {stage: one.total for stage, one in self.memory.items()}
+        text = (
+            f'stage="auto" is stage {self.stage} ({TABLE[self.stage].name}): model states and '
+            f"buffers take at most {_shown(needs[self.stage])} of {_shown(self.room)} a rank "
+            f"({PERCENT} of {_shown(self.capacity)})"
+        )
+        over = [stage for stage, need in needs.items() if need > self.room]
+        if over:
+            text += "; too much: " + ", ".join(
+                f"stage {stage} with {_shown(needs[stage])}" for stage in over
+            )
+        if self.assumed:
+            text += f"; {USUAL_STATES} optimizer states a parameter assumed"
+        return text
+
+
+def choose_stage(
+    config: Config,
+    world: Group,
+    models: Sequence[Sequence[UnitSpec]],
+    optimizer_of: OptimizerOf,
+) -> tuple[Config, Choice | None]:
+    """`config` with a number for a stage, the same on all ranks, and how it was found.
+
+    All ranks call it together, with equal settings. The smallest of their devices decides.
+
+    Args:
+        models: the units of each model that will train at once.
+        optimizer_of: what updates a parameter, if that is known yet.
+
+    Raises:
+        ConfigError: no stage fits, or the model lies on the CPU and `config.memory` does not say
+            how much of it a rank may have.
+    """
+    if isinstance(config.stage, int):
+        return config, None
+    capacity = config.capacity or available_bytes(models[0][0].device)
+    if capacity is None:
+        raise ConfigError(
+            'stage="auto" on the CPU: say what one rank may hold, memory="16GiB" for example. The '
+            "host's memory is shared by its ranks, and how much of it is free changes, so it is "
+            "no ground for a choice"
+        )
+    decide = partial(_choose, config=config, models=models, optimizer_of=optimizer_of)
+    choice = first_decides(world, capacity, lambda all_: decide(min(all_), world_size=world.size))
+    if choice.stage is None:
+        raise ConfigError(_refusal(choice, world.size, config))
+    chosen = {"stage": choice.stage, "memory": None}
+    return Config.make(config, chosen, origin=choice.reason), choice
+
+
+def _choose(
+    capacity: int,
+    *,
+    world_size: int,
+    config: Config,
+    models: Sequence[Sequence[UnitSpec]],
+    optimizer_of: OptimizerOf,
+) -> Choice:
+    rules = [_rules_of(specs, config, optimizer_of) for specs in models]
+    widths = [[one for one, _ in model] for model in rules]
+    memory = {stage: _memory(models, widths, stage, world_size, config) for stage in STAGES}
+    choice = Choice(
+        stage=None,
+        memory=memory,
+        capacity=capacity,
+        assumed=not all(is_known for model in rules for _, is_known in model),
+    )
+
+    def order(stage: int) -> tuple[object, ...]:
+        messages = estimate.elements_sent(stage, world_size)
+        return preference(stage, world_size, messages, memory[stage].total)
+
+    fitting = [stage for stage in STAGES if memory[stage].total <= choice.room]
+    if fitting:
+        return replace(choice, stage=min(fitting, key=order))
+    least = min(STAGES, key=lambda stage: memory[stage].total)
+    more = (world_size << doubling for doubling in range(1, 9))
+    enough = (n for n in more if _memory(models, widths, least, n, config).total <= choice.room)
+    return replace(choice, enough=next(enough, None))
+
+
+def _rules_of(
+    specs: Sequence[UnitSpec], config: Config, optimizer_of: OptimizerOf
+) -> list[tuple[ElementWidths, bool]]:
+    """Bytes of each state of each unit, and whether its optimizer's states are known."""
+    found = []
+    for spec in specs:
+        parameters = [parameter for _, parameter in spec.parameters]
+        states, is_known = num_states(optimizer_of(parameters[0]), parameters)
+        widths = widths_of_dtypes(spec.dtypes, states)
+        if config.step_in_backward:
+            widths = replace(widths, gradient=0)
+        found.append((widths, is_known or not spec.trainable))
+    return found
+
+
+def _memory(
+    models: Sequence[Sequence[UnitSpec]],
+    widths: Sequence[Sequence[ElementWidths]],
+    stage: int,
+    world_size: int,
+    config: Config,
+) -> Memory:
+    """Of a rank that trains all of the models; each kind at its most in all of them at once."""
+    num_slices = world_size if TABLE[stage].shards_anything else 1
+    cluster = Cluster(devices=world_size, devices_per_node=world_size)
+    step = Step(prefetch_bytes=config.prefetch_bytes)
+    parts = []
+    for specs, own in zip(models, widths, strict=True):
+        shape = ModelShape(name="", units=shapes_of(assign_owners(specs, num_slices), own))
+        parts.append(memory_of(shape, stage, cluster, estimate.FP32, step))
+    return sum(parts[1:], start=parts[0])
+
+
+def _refusal(choice: Choice, world_size: int, config: Config) -> str:
+    stage = min(choice.memory, key=lambda one: choice.memory[one].total)
+    least = choice.memory[stage]
+    parts = ", ".join(
+        f"{KINDS[kind]} {_shown(size)}" for kind, size in least.by_kind().items() if size
+    )
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    remedies = ["give more memory"]
+    if choice.enough:
+        remedies.insert(0, f"train on {choice.enough} ranks")
+    if config.precision_policy.compute in (None, "fp32"):
+        remedies.append('compute in 16 bit (precision="bf16")')
+    if not config.step_in_backward:
+        remedies.append("keep no gradients (step_in_backward=True, docs/memory-lean.md)")
+    return (
+        f'stage="auto": no stage fits on {ranks} with {_shown(choice.capacity)} each, of which '
+        f"{_shown(choice.room)} ({PERCENT}) are for model states and buffers. Stage "
+        f"{stage} needs least, {_shown(least.total)}: {parts}. Remedies: {', or '.join(remedies)}; "
+        "a stage that is given as a number is not checked"
+    )
+
+
+def _shown(num_bytes: int) -> str:
+    unit = unit_for(num_bytes)
+    return f"{amount(num_bytes, unit)} {unit}"
