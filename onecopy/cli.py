@@ -23,6 +23,7 @@ from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOpti
 from onecopy.doctor.options import DoctorOptions
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.planner.options import CommandOptions
+from onecopy.report.options import ReportOptions
 from onecopy.training.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def _add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
             settings["metavar"] = field.metadata["metavar"] or _element(kind).__name__.upper()
             settings["type"] = _element(kind)
         if field.default is dataclasses.MISSING:
+            if typing.get_origin(kind) is tuple:
+                settings |= {"action": _ExtendTuple, "nargs": "+", "default": ()}
             parser.add_argument(field.name, **settings)
             continue
         settings["default"] = field.default
@@ -350,6 +353,12 @@ def _doctor(options: DoctorOptions) -> int:
     return int(found.has_problem)
 
 
+def _report(options: ReportOptions) -> None:
+    from onecopy.report.show import report
+
+    report(options)
+
+
 COMMANDS = (
     Command(
         name="doctor",
@@ -378,6 +387,16 @@ COMMANDS = (
         "that does, as code to paste.",
         options=CommandOptions,
         run=_plan,
+    ),
+    Command(
+        name="report",
+        summary="write a page about runs: loss, memory, time and traffic, beside the formulas",
+        description="Reads the folders of runs (onecopy.record), also while they run or after they "
+        "were killed, and writes one page about them, which needs nothing else: what limits a "
+        "run, memory and bytes sent beside what was estimated, where a step's time goes, and how "
+        "several runs differ.",
+        options=ReportOptions,
+        run=_report,
     ),
     CommandGroup(
         name="checkpoint",

@@ -48,6 +48,8 @@ FIND_TEXTS = """(() => {
   return boxes;
 })()"""
 
+UNFOLD = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
+
 
 def find_chromium() -> str | None:
     """The path of a browser that can be driven, if there is one."""
@@ -114,8 +116,14 @@ class Browser:
         self._unread = b""
         self._events: list[dict[str, Any]] = []
 
-    def look(self, page: Path, *, width: int = WIDE, dark: bool = False) -> Look:
-        """Open a file in a new tab, wait until it is there, and say what it is like."""
+    def look(
+        self, page: Path, *, width: int = WIDE, dark: bool = False, height: int | None = None
+    ) -> Look:
+        """Open a file in a new tab, wait until it is there, unfold it, and say what it is like.
+
+        Args:
+            height: of the picture, which then shows the page as it is opened; None for all of it.
+        """
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         tab = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._events.clear()
@@ -127,13 +135,15 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", tab, features=[scheme])
         self._call("Page.navigate", tab, url=page.resolve().as_uri())
         self._wait("Page.loadEventFired")
+        if height is None:
+            self._ask(tab, UNFOLD)
         found = Look(
             texts=[Box(**box) for box in self._ask(tab, FIND_TEXTS)],
             overflow=self._ask(
                 tab, "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             ),
             background=self._ask(tab, "getComputedStyle(document.body).backgroundColor"),
-            picture=self._picture(tab),
+            picture=self._picture(tab, width, height),
             faults=list(_faults(self._events)),
             requests=[
                 event["params"]["request"]["url"]
@@ -156,14 +166,20 @@ class Browser:
             self._process.wait()
         self._folder.cleanup()
 
-    def _picture(self, tab: str) -> bytes:
-        shot = self._call("Page.captureScreenshot", tab, captureBeyondViewport=True)
+    def _picture(self, tab: str, width: int, height: int | None) -> bytes:
+        part = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = self._call(
+            "Page.captureScreenshot",
+            tab,
+            captureBeyondViewport=True,
+            **({} if height is None else {"clip": part}),
+        )
         return base64.b64decode(shot["data"])
 
     def _ask(self, tab: str, expression: str) -> Any:
         answer = self._call("Runtime.evaluate", tab, expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, f"{expression}: {answer}"
-        return answer["result"]["value"]
+        return answer["result"].get("value")
 
     def _call(self, method: str, tab: str | None = None, **params: Any) -> Any:
         self._number += 1

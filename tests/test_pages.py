@@ -9,8 +9,10 @@ import pytest
 
 from onecopy import cli
 from tests.browser import NARROW, WIDE, Browser, find_chromium
+from tests.run_folders import Recorded
 
-CIRCUMSTANCES = [(WIDE, False), (WIDE, True), (NARROW, False), (NARROW, True)]
+# Width and darkness do not depend on each other.
+CIRCUMSTANCES = [(WIDE, False), (NARROW, True)]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def browser() -> Iterator[Browser]:
 
 
 def check(browser: Browser, page: Path) -> None:
-    """Look at a page in every way; pictures are kept beside it."""
+    """Look at a page; pictures are kept beside it."""
     for width, dark in CIRCUMSTANCES:
         look = browser.look(page, width=width, dark=dark)
         picture = page.with_suffix(f".{width}.{'dark' if dark else 'light'}.png")
@@ -67,3 +69,37 @@ def test_rehearsals(browser: Browser, tmp_path: Path) -> None:
     size = "--layers 2 --hidden 64 --sequence 32".split()
     assert cli.main(["plan", "1M", *size, "--devices", "4", "--simulate", "--html", str(page)]) == 0
     check(browser, page)
+
+
+def write_report(folder: Path, *recorded: Recorded) -> Path:
+    """The page of these runs."""
+    page = folder / "report.html"
+    runs = [str(one.write(folder / f"run{number}")) for number, one in enumerate(recorded)]
+    assert cli.main(["report", *runs, "--output", str(page)]) == 0
+    return page
+
+
+EVIL = '"><script>alert(1)</script><img src=missing.png onerror=alert(2)>'
+REPORTS = {
+    "usual": [Recorded(world_size=4, slow=1)],
+    "many ranks, long names, names that bite": [
+        Recorded(
+            world_size=20,
+            num_steps=4,
+            units=[EVIL, *(f"base_model.model.transformer.h.{n}.attention" for n in range(30))],
+            metrics=lambda rank, step: {"loss": 1e6 / 10**step, EVIL: "nan"},
+            status="failed",
+            error=EVIL,
+        )
+    ],
+    "several": [
+        Recorded(settings={"batch": 16}),
+        Recorded(settings={"batch": 32}, num_steps=500, status="killed"),
+        Recorded(world_size=1, num_steps=1, detailed=()),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports(browser: Browser, tmp_path: Path, name: str) -> None:
+    check(browser, write_report(tmp_path, *REPORTS[name]))

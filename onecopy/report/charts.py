@@ -12,10 +12,24 @@ from dataclasses import dataclass, field
 
 from onecopy.report.html import escape, swatch
 
-__all__ = ["Bar", "Layer", "Mark", "Plot", "Scale", "bars", "legend", "shares", "stacked"]
+__all__ = [
+    "Bar",
+    "Lane",
+    "Layer",
+    "Mark",
+    "Plot",
+    "Scale",
+    "bars",
+    "lanes",
+    "legend",
+    "shares",
+    "stacked",
+]
 
 # What a letter takes of a plot at its narrowest, in percent.
 LETTER = 2.6
+LEAST = 0.25  # percent, so that what is short is seen
+MOST_TOLD = 12
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
 
 
@@ -30,6 +44,16 @@ class Bar:
     name: str
     parts: tuple[tuple[int, float, str], ...]
     value: str
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What happened when: spans (colour, from, to, what a pointer on it is told) along a scale."""
+
+    name: str
+    spans: tuple[tuple[int, float, float, str], ...]
+    value: str = ""
     group: str = ""
 
 
@@ -63,7 +87,8 @@ class Scale:
 
     low: float
     high: float
-    name: Callable[[float], str] = field(default="{:g}".format)
+    name: Callable[[float], str] = field(default="{:,g}".format)
+    whole: bool = False  # only whole numbers are written on it
 
     def percent(self, value: float) -> float:
         """Where a value lies."""
@@ -74,6 +99,8 @@ class Scale:
         span = (self.high - self.low) or 1
         size = 10.0 ** math.floor(math.log10(span / most))
         step = next(size * f for f in (1, 2, 5, 10) if span / (size * f) <= most)
+        if self.whole:
+            step = max(1.0, step)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [round(number * step, 12) for number in range(first, last + 1)]
@@ -154,25 +181,14 @@ def stacked(
     return layers
 
 
-def bars(title: str, rows: Sequence[Bar], most: float, marks: Sequence[Mark] = ()) -> str:
-    """Bars below each other, where `most` is the whole width."""
-    scale = Scale(0, most or 1)
-    content = []
-    for row in rows:
-        if row.group:
-            content.append(f'<span class="group">{escape(row.group)}</span>')
-        content += [
-            f'<span class="name">{escape(row.name)}</span>',
-            _bar(row, scale, marks),
-            f'<span class="value">{escape(row.value)}</span>',
-        ]
-    if marks:
-        content.append(f'<div class="marks">{"".join(_names(marks, scale))}</div>')
-    return (
-        f'<div class="bars" role="group" aria-label="{escape(title)}">'
-        + "".join(content)
-        + "</div>"
-    )
+def bars(title: str, rows: Sequence[Bar], most: float, limits: Sequence[Mark] = ()) -> str:
+    """Bars below each other, where `most` is the whole width, and limits drawn over them."""
+    return _rows(title, list(map(_as_lane, rows)), Scale(0, most or 1), limits, "limit")
+
+
+def lanes(title: str, rows: Sequence[Lane], scale: Scale, ticks: Sequence[Mark] = ()) -> str:
+    """Lanes below each other, and faint lines down all of them."""
+    return _rows(title, rows, scale, ticks, "grid")
 
 
 def shares(
@@ -189,19 +205,43 @@ def shares(
     )
 
 
-def _bar(row: Bar, scale: Scale, marks: Sequence[Mark]) -> str:
-    shapes, start = [], 0.0
-    for colour, length, told in row.parts:
+def _as_lane(bar: Bar) -> Lane:
+    spans, start = [], 0.0
+    for colour, length, told in bar.parts:
+        spans.append((colour, start, start + length, told))
+        start += length
+    return Lane(bar.name, tuple(spans), bar.value, bar.group)
+
+
+def _rows(title: str, rows: Sequence[Lane], scale: Scale, marks: Sequence[Mark], line: str) -> str:
+    content = []
+    for row in rows:
+        if row.group:
+            content.append(f'<div class="group">{escape(row.group)}</div>')
+        content.append(
+            f'<div class="row"><span class="name">{escape(row.name)}</span>'
+            f"{_lane(row, scale, marks, line)}"
+            f'<span class="value">{escape(row.value)}</span></div>'
+        )
+    if marks:
+        content.append(f'<div class="marks">{"".join(_names(marks, scale))}</div>')
+    inside = "".join(content)
+    return f'<div class="bars" role="group" aria-label="{escape(title)}">{inside}</div>'
+
+
+def _lane(row: Lane, scale: Scale, marks: Sequence[Mark], line: str) -> str:
+    shapes = []
+    for colour, start, end, told in row.spans:
+        width = max(scale.percent(end) - scale.percent(start), LEAST)
         shapes.append(
             f'<rect class="fill c{colour}" x="{scale.percent(start):.2f}%" y="0" height="100%" '
-            f'width="{scale.percent(length):.2f}%"><title>{escape(told)}</title></rect>'
+            f'width="{width:.2f}%"><title>{escape(told)}</title></rect>'
         )
-        start += length
-    described = escape(f"{row.name}: {'; '.join(told for _, _, told in row.parts) or row.value}")
-    for mark in marks:
-        x = f"{scale.percent(mark.at):.2f}%"
-        shapes.append(f'<line class="limit" x1="{x}" x2="{x}" y1="-30%" y2="130%"/>')
-    return f"{SVG}><title>{described}</title>{''.join(shapes)}</svg>"
+    places = [f"{scale.percent(mark.at):.2f}%" for mark in marks]
+    lines = [f'<line class="{line}" x1="{x}" x2="{x}" y1="-30%" y2="130%"/>' for x in places]
+    drawn = "".join(lines + shapes if line == "grid" else shapes + lines)
+    described = "; ".join([told for *_, told in row.spans][:MOST_TOLD]) or row.value
+    return f"{SVG}><title>{escape(f'{row.name}: {described}')}</title>{drawn}</svg>"
 
 
 def _names(marks: Sequence[Mark], scale: Scale) -> Iterator[str]:

@@ -1,0 +1,177 @@
+"""What was logged, over the steps: curves of all runs over each other, and a table.
+
+A page stays small however long a run is: neighbouring steps become one point, the curve is their
+mean, and the band around it reaches from the lowest to the highest value of any rank and step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from onecopy.report import charts, html
+from onecopy.report.html import Cells, escape
+from onecopy.report.summary import Series, Summary
+from onecopy.report.verdict import number
+
+__all__ = ["DASHES", "Sampled", "rate", "sampled", "section"]
+
+POINTS = 240
+MOST_METRICS = 24
+# Runs differ by more than their colour.
+DASHES = ("", "7 4", "2 4", "9 3 2 3")
+# Where the highest value is so many times the lowest, a curve is drawn over its logarithm.
+FAR = 1e4
+PERIODS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A series in at most so many points; where no value is a number, a point is nan."""
+
+    steps: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def sampled(series: Series, points: int = POINTS) -> Sampled:
+    """Neighbouring steps as one point each."""
+    length = -(-len(series.steps) // points) or 1
+    found = Sampled([], [], [], [])
+    for start in range(0, len(series.steps), length):
+        values = [value for ranks in series.values[start : start + length] for value in ranks]
+        finite = [value for value in values if math.isfinite(value)]
+        found.steps.append(fmean(series.steps[start : start + length]))
+        found.mean.append(fmean(finite) if finite else math.nan)
+        found.low.append(min(finite, default=math.nan))
+        found.high.append(max(finite, default=math.nan))
+    return found
+
+
+def rate(run: Summary) -> tuple[str, Series] | None:
+    """Steps in a second, a minute or an hour, each as long as on the rank where it took longest."""
+    typical = run.step_seconds
+    if not typical:
+        return None
+    period = next((name for name, size in PERIODS.items() if size / typical >= 1), "hour")
+    values = tuple(
+        (PERIODS[period] / max(ranks) if max(ranks) else math.nan,) for ranks in run.seconds.values
+    )
+    return period, Series("rate", run.seconds.steps, values)
+
+
+def section(runs: Sequence[Summary]) -> str:
+    """The curves and the table of everything that was logged."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    shown = names[:MOST_METRICS]
+    plots = [_plot(name, [run.metrics.get(name) for run in runs], runs) for name in shown]
+    plots.insert(1, _rates(runs))
+    parts = []
+    if len(runs) > 1:
+        parts.append(charts.legend({run.name: colour for colour, run in enumerate(runs)}))
+    parts.append(f'<div class="plots">{"".join(plots)}</div>')
+    parts.append(
+        '<p class="note">Curves are means over ranks and over the steps of a point; bands reach '
+        "from the lowest to the highest value of any of them.</p>"
+    )
+    if len(names) > len(shown):
+        parts.append(
+            f'<p class="note">{len(names) - len(shown)} more metrics are in the table only.</p>'
+        )
+    if names:
+        head = ["metric", "first", "lowest", "highest", "last", "not a number"]
+        rows = [row for run in runs for row in _rows(run, len(runs) > 1)]
+        parts.append(html.table(head, rows, caption="Logged, as means over ranks"))
+    return "\n".join(parts)
+
+
+def _rates(runs: Sequence[Summary]) -> str:
+    found = [rate(run) for run in runs]
+    periods = [one[0] for one in found if one is not None]
+    if not periods:
+        return ""
+    # One unit for all: that of the slowest.
+    period = max(periods, key=lambda name: PERIODS[name])
+    series = [
+        None
+        if one is None
+        else Series(
+            "",
+            one[1].steps,
+            tuple(
+                tuple(value * PERIODS[period] / PERIODS[one[0]] for value in ranks)
+                for ranks in one[1].values
+            ),
+        )
+        for one in found
+    ]
+    return _plot(f"steps per {period}", series, runs)
+
+
+def _plot(title: str, series: Sequence[Series | None], runs: Sequence[Summary]) -> str:
+    found = [None if one is None else sampled(one) for one in series]
+    scale, is_log = _scale([one for one in found if one is not None])
+    layers = [
+        layer
+        for colour, (one, run) in enumerate(zip(found, runs, strict=True))
+        if one is not None
+        for layer in _layers(one, run.name, colour, is_log)
+    ]
+    steps = [step for one in found if one is not None for step in one.steps]
+    plot = charts.Plot(
+        title=f"{title} over the steps",
+        x=charts.Scale(min(steps), max(*steps, min(steps) + 1), whole=True),
+        y=scale,
+        layers=layers,
+        height=190,
+    )
+    note = " (logarithmic)" if is_log else ""
+    return f"<figure><figcaption>{escape(title)}{note}</figcaption>{plot.html()}</figure>"
+
+
+def _layers(one: Sampled, name: str, colour: int, is_log: bool) -> Iterator[charts.Layer]:
+    mean, low, high = (
+        [math.log10(value) for value in values] if is_log else values
+        for values in (one.mean, one.low, one.high)
+    )
+    colour %= len(html.COLOURS)
+    dashes = DASHES[colour % len(DASHES)]
+    if low != high:
+        yield charts.Layer(f"{name}: lowest to highest", colour, one.steps, high, low, is_band=True)
+    yield charts.Layer(name, colour, one.steps, mean, dashes=dashes)
+
+
+def _scale(found: Sequence[Sampled]) -> tuple[charts.Scale, bool]:
+    """Around all values; over the logarithm where they are far apart."""
+    values = [
+        value for one in found for ends in (one.low, one.high) for value in ends if value == value
+    ]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if 0 < low < high / FAR:
+        ends = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        return charts.Scale(*ends, lambda value: number(10.0**value), whole=True), True
+    if 0 <= low < 0.4 * high:
+        low = 0.0
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    below = low if low == 0 else low - margin
+    return charts.Scale(below, high + margin, number), False
+
+
+def _rows(run: Summary, with_name: bool) -> Iterator[Cells]:
+    for name, series in run.metrics.items():
+        means = series.means()
+        finite = [value for value in means if math.isfinite(value)]
+        cells = (
+            means[0],
+            min(finite, default=math.nan),
+            max(finite, default=math.nan),
+            means[-1],
+        )
+        bad = len(series.not_numbers())
+        yield Cells(
+            f"{name} ({run.name})" if with_name else name,
+            (*map(number, cells), f"{bad} of {len(means)}" if bad else "-"),
+        )
