@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onecopy.errors import OneCopyError as OneCopyError
     from onecopy.launcher import launch as launch
     from onecopy.planner.plan import plan as plan
+    from onecopy.recording.record import record as record
 
 __version__ = "0.1.0.dev0"
 
@@ -50,6 +51,7 @@ _WHERE = {
     "loss_weight": "onecopy.core.uneven",
     "no_sync": "onecopy.api",
     "plan": "onecopy.planner.plan",
+    "record": "onecopy.recording.record",
     "save": "onecopy.checkpoint.saving",
     "shard": "onecopy.api",
     "unshard": "onecopy.api",
@@ -72,6 +74,7 @@ __all__ = [
     "loss_weight",
     "no_sync",
     "plan",
+    "record",
     "save",
     "shard",
     "unshard",

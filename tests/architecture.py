@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("planner",),
     ("api", "__init__"),
-    ("checkpoint", "simulator", "parallel", "integrations", "launcher"),
+    ("checkpoint", "simulator", "recording", "parallel", "integrations", "launcher"),
     ("training", "doctor"),
     ("cli",),
     ("__main__", "experimental"),

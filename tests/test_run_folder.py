@@ -14,7 +14,7 @@ import pytest
 from onecopy.errors import RunError
 from onecopy.report.run_folder import FORMAT, RUN_FILE, SPLIT, events_file, read_run, steps_file
 
-BEGIN = {"begin": {"rank": 0, "host": "a", "device": "cpu", "pid": 1, "time": 0.0, "step": 1}}
+BEGIN = {"begin": {"rank": 0, "host": "a", "device": "cpu", "pid": 1, "time": 0.0}}
 END = {"end": {"status": "finished", "error": None, "time": 3.0}}
 
 
@@ -87,8 +87,7 @@ def test_steps_made_again_replace_the_lost_ones(tmp_path: Path) -> None:
         file.write('{"step": 4, "ti\n')
         file.writelines(json.dumps(line) + "\n" for line in (BEGIN, step(2), END))
     event = {"step": 2, "time": 2.0, "kind": "gather"}
-    again = {"begin": BEGIN["begin"] | {"step": 2}}
-    lines = [BEGIN, event | {"step": 1}, event, event | {"step": 3}, again, event]
+    lines = [BEGIN, event | {"step": 1}, event, event | {"step": 3}, BEGIN, event]
     (folder / events_file(0)).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (rank,) = read_run(folder).ranks
     assert [(one.step, one.seconds) for one in rank.steps] == [(1, 1.0), (2, 1.0)]

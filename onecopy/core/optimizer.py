@@ -100,7 +100,8 @@ class Binding:
                 backward.stepper.bindings.append(self)
         # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
         vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
-        self._is_skipped = False
+        # The last step has left everything as it was: gradients had overflowed.
+        self.is_skipped = False
         self._began = 0.0
         self._decides_itself = vars(optimizer).get(LEAVES_TO_OPTIMIZER)
         setattr(optimizer, LEAVES_TO_OPTIMIZER, True)
@@ -239,7 +240,7 @@ class Binding:
 
     def _make_ready(self) -> None:
         self._began = time.perf_counter()
-        self._is_skipped = were_local = False
+        self.is_skipped = were_local = False
         for engine, backward in self.engines:
             engine.recover()
             if engine.is_held:
@@ -314,7 +315,7 @@ class Binding:
 
     def _skip(self) -> None:
         """Nothing to step with: the optimizer leaves values and states alone."""
-        self._is_skipped = True
+        self.is_skipped = True
         for _, of_model in self._parts():
             for gradients in of_model:
                 gradients.clear()
@@ -323,13 +324,13 @@ class Binding:
     def _after_step(self, *_: Any) -> None:
         """Changed slices become visible: at once where they stay, by a refresh where not."""
         self.unit_steps.show()
-        if not self._is_skipped:
+        if not self.is_skipped:
             self.num_steps += 1
             self._make_visible()
         seconds, name = time.perf_counter() - self._began, type(self.optimizer).__name__
         owners = set(self.units.values())
         for engine, _backward in self.engines:
-            if not self._is_skipped:
+            if not self.is_skipped:
                 engine.events.emit("step", seconds=seconds, what=name)
             elif engine in owners:
                 engine.events.emit("skip", seconds=seconds, what=name)

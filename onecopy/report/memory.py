@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from onecopy.core.engine import Engine
+    from onecopy.core.unit import Unit
 
-__all__ = ["StateBytes", "measure", "padded_numel"]
+__all__ = ["MemoryLedger", "StateBytes", "measure", "of_optimizer", "of_process", "padded_numel"]
+
+RECENT = 4
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
@@ -32,18 +37,23 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         parameters += unit.state_tensors
         if unit.gradients is not None:
             gradients += [unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean]
-    states: list[Any] = []
-    if optimizer is not None:
-        states = [
-            value
-            for state in optimizer.state.values()
-            for value in state.values()
-            # Step counters are scalars of the optimizer's own, not states of parameters.
-            if isinstance(value, torch.Tensor) and value.dim()
-        ]
     return StateBytes(
-        parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states)
+        parameters=_bytes(parameters),
+        gradients=_bytes(gradients),
+        optimizer=0 if optimizer is None else of_optimizer(optimizer),
     )
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the states that an optimizer holds on this rank."""
+    states: list[Any] = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        # Step counters are scalars of the optimizer's own, not states of parameters.
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    return _bytes(states)
 
 
 def padded_numel(model: nn.Module) -> int:
@@ -63,3 +73,76 @@ def _bytes(tensors: list[torch.Tensor | None]) -> int:
         if tensor is not None
     }
     return sum(storages.values())
+
+
+def of_process(device: torch.device) -> dict[str, int]:
+    """Bytes that this process has now ("process") and had at most so far ("peak").
+
+    On an accelerator those that torch has allocated there, on CPU those that are resident in memory
+    (Linux only; empty elsewhere).
+    """
+    if device.type == "cpu":
+        return _resident()
+    return {
+        "process": torch.accelerator.memory_allocated(device),
+        "peak": torch.accelerator.max_memory_allocated(device),
+    }
+
+
+def _resident() -> dict[str, int]:
+    try:
+        lines = Path("/proc/self/status").read_bytes().splitlines()
+    except OSError:
+        return {}
+    names = {b"VmRSS": "process", b"VmHWM": "peak"}
+    found = (line.split() for line in lines if line.startswith((b"VmRSS", b"VmHWM")))
+    return {names[words[0].rstrip(b":")]: int(words[1]) * 1024 for words in found}
+
+
+class MemoryLedger:
+    """Bytes of a sharded model's states and gathered units, followed from event to event.
+
+    Only the unit of an event is looked at, and those of the last few events, whose bytes may have
+    come or gone after them: so that this is cheap. All are looked at first at the first event.
+    """
+
+    def __init__(self, model: nn.Module, optimizer_bytes: int) -> None:
+        engine: Engine = handle.of(model).engine
+        self._units = {unit.name: unit for unit in engine.units}
+        self._sizes: dict[str, tuple[int, int, int]] = {}
+        self._totals = [0, 0, 0]
+        self._optimizer_bytes = optimizer_bytes
+        self._recent: deque[str] = deque(maxlen=RECENT)
+
+    def look(self, name: str) -> dict[str, int]:
+        """Bytes by kind, after something has happened to the unit of that name, if there is one."""
+        if not self._sizes:
+            self._sizes = {one: _sizes_of(unit) for one, unit in self._units.items()}
+            self._totals = [sum(kind) for kind in zip(*self._sizes.values(), strict=True)]
+        if name in self._units and name not in self._recent:
+            self._recent.append(name)
+        for one in self._recent:
+            before, now = self._sizes[one], _sizes_of(self._units[one])
+            if now != before:
+                self._sizes[one] = now
+                changes = zip(self._totals, before, now, strict=True)
+                self._totals = [total - old + new for total, old, new in changes]
+        parameters, gradients, gathered = self._totals
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": self._optimizer_bytes,
+            "gathered": gathered,
+        }
+
+
+def _sizes_of(unit: Unit) -> tuple[int, int, int]:
+    """Bytes of a unit's parameters with masters, its gradients, and of what is gathered of it."""
+    states, gathered = _bytes(list(unit.state_tensors)), 0
+    if unit.releases:
+        gathered = unit.flat.untyped_storage().nbytes()
+        states -= gathered
+    gradients = 0
+    if unit.gradients is not None:
+        gradients = _bytes([unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean])
+    return states, gradients, gathered

@@ -323,15 +323,7 @@ def _read_rank(folder: Path, rank: int) -> RankRun:
             ends.append(line["end"])
         else:
             _append(steps, _record(StepRecord, place, {**line, "metrics": _numbers(line, place)}))
-    events: list[EventRecord] = []
-    if (folder / events_file(rank)).exists():
-        for place, line in _lines(folder / events_file(rank)):
-            if "begin" not in line:
-                events.append(_record(EventRecord, place, line))
-            elif events:
-                # It goes on from a step before the last one of the process that was lost.
-                first = line["begin"]["step"]
-                events = [one for one in events if one.step < first]
+    events = _read_events(folder / events_file(rank))
     begin = begins[-1] if begins else {}
     return RankRun(
         rank=rank,
@@ -343,6 +335,22 @@ def _read_rank(folder: Path, rank: int) -> RankRun:
         steps=tuple(steps),
         events=tuple(events),
     )
+
+
+def _read_events(file: Path) -> list[EventRecord]:
+    events: list[EventRecord] = []
+    goes_on = False
+    for place, line in _lines(file) if file.exists() else ():
+        if "begin" in line:
+            goes_on = True
+            continue
+        event = _record(EventRecord, place, line)
+        if goes_on:
+            # It has begun at a step before the last ones of the process that was lost.
+            events = [one for one in events if one.step < event.step]
+            goes_on = False
+        events.append(event)
+    return events
 
 
 def _append(steps: list[StepRecord], step: StepRecord) -> None:

@@ -1,0 +1,131 @@
+"""What the closed formulas say of a model that is sharded: its real units, on its real world."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from onecopy.core.stages import STAGES
+from onecopy.planner import estimate
+from onecopy.planner.memory import Cluster, memory_of
+from onecopy.planner.modules import widths_of_dtypes
+from onecopy.planner.options import OPTIMIZERS
+from onecopy.planner.shapes import ModelShape, UnitShape
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    import torch
+
+    from onecopy.core.engine import Engine
+    from onecopy.core.unit import Unit
+
+__all__ = ["ModelTraffic", "UnitTraffic", "memory_at_peak", "model_traffic", "states_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTraffic:
+    """Bytes that this rank sends for a unit.
+
+    gather: in each forward and in each backward. reduce: in each backward that reduces. refresh:
+    after each step of the optimizer that has the unit.
+    """
+
+    gather: int
+    reduce: int
+    refresh: int
+
+
+def traffic_of(engine: Engine, unit: Unit) -> UnitTraffic:
+    """What this rank sends for a unit, by the table of stages (docs/papers.md).
+
+    With P elements on N ranks, each message is (N-1)/N of P; where parameters are not cut, a rank
+    sends its slice to all others, and of its gradients all that is not in it.
+    """
+    groups, layout, dtypes = engine.collectives.groups, unit.layout, unit.dtypes
+    size, shard = groups.world.size, groups.shard
+    values = estimate.bytes_sent(1, layout.padded_numel, size, dtypes.compute.itemsize)
+    sums = estimate.bytes_sent(1, layout.gradient_numel, size, dtypes.reduce.itemsize)
+    if layout.is_whole and shard.size > 1:
+        values = layout.slice_numels[shard.rank] * (size - 1) * dtypes.compute.itemsize
+        others = layout.gradient_numel - layout.strides[shard.rank]
+        sums = others * dtypes.reduce.itemsize
+    is_cut = engine.stage.shards_anything
+    return UnitTraffic(
+        gather=values if unit.releases else 0,
+        reduce=sums * (1 if is_cut else 2) if unit.gradients is not None else 0,
+        refresh=values if is_cut and not unit.releases else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraffic:
+    """Bytes that this rank sends for a model: `UnitTraffic` of all its units.
+
+    refresh: by the number of the optimizer, of the units that it has.
+    """
+
+    gather: int
+    reduce: int
+    refresh: Mapping[int, int]
+
+
+def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) -> ModelTraffic:
+    """Of a model, and of optimizers with these units, of which some may be other models'."""
+    traffic = {unit: traffic_of(engine, unit) for unit in engine.units}
+    return ModelTraffic(
+        gather=sum(one.gather for one in traffic.values()),
+        reduce=sum(one.reduce for one in traffic.values()),
+        refresh={
+            number: sum(traffic[unit].refresh for unit in units if unit in traffic)
+            for number, units in optimizers.items()
+        },
+    )
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """How many tensors of a parameter's size an optimizer keeps; None where it is not known."""
+    name = type(optimizer).__name__.lower()
+    if name == "sgd" and any(group["momentum"] for group in optimizer.param_groups):
+        name = "momentum"
+    return OPTIMIZERS[name][0] if name in OPTIMIZERS else None
+
+
+def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[str, int]:
+    """Bytes on a rank at the peak of a step of one backward, by kind, without activations.
+
+    Args:
+        states: `states_of` the optimizer of each unit that has one. Where it is not known for some
+            unit, the kind "optimizer" is missing.
+    """
+    size = engine.collectives.groups.world.size
+    cluster = Cluster(devices=size, devices_per_node=size)
+    by_stage: dict[int, list[UnitShape]] = {}
+    modules = {id(unit.module) for unit in engine.units}
+    numbers = {cut: number for number, cut in STAGES.items()}
+    for unit in engine.units:
+        # Units that stay at stage 3 are what all units are at a lower stage.
+        cut = engine.stage if unit.releases else engine.stage.with_whole_parameters
+        shape = _shape(unit, modules, states.get(unit) or 0)
+        by_stage.setdefault(numbers[cut], []).append(shape)
+    total: Counter[str] = Counter()
+    for number, shapes in by_stage.items():
+        model = ModelShape(name="", units=tuple(shapes))
+        for kind, num_bytes in memory_of(model, number, cluster, estimate.FP32).by_kind().items():
+            if num_bytes is not None:
+                total[kind] += num_bytes
+    if None in states.values():
+        del total["optimizer"]
+    return dict(total)
+
+
+def _shape(unit: Unit, modules: set[int], optimizer_states: int) -> UnitShape:
+    inner = {id(module) for module in unit.module.modules()} - {id(unit.module)}
+    return UnitShape(
+        name=unit.name,
+        numels=tuple(parameter.numel() for parameter in unit.parameters),
+        trainable=unit.gradients is not None,
+        surrounds=bool(inner & modules),
+        widths=widths_of_dtypes(unit.dtypes, optimizer_states),
+    )
