@@ -36,37 +36,6 @@ from onecopy.errors import ConfigError, LaunchError, OneCopyError
 
 # Ranks that lose a peer fail a moment later; waiting for them finds the one that was first.
 GRACE_SECONDS = 2.0
-# What `chosen_environment` tells.
-TOLD_VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_IB_HCA",
-    "NCCL_P2P_DISABLE",
-    "NCCL_PROTO",
-    "NCCL_SOCKET_IFNAME",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NUM_NODES",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_HIGH_PRIORITY",
-    "WORLD_SIZE",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +107,6 @@ def in_launched_process() -> bool:
 def local_place() -> tuple[int, int]:
     """This process's number among the ranks of its machine, and how many those are."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def chosen_environment() -> dict[str, str]:
-    """Variables that decide how a run behaves, where they are set: named ones, never secrets."""
-    return {name: os.environ[name] for name in TOLD_VARIABLES if name in os.environ}
 
 
 def _start_method(fn: Callable[..., Any]) -> str:

@@ -39,7 +39,13 @@ COLLECTIVE = re.compile(
 )
 # The same on a process group itself.
 GROUP_METHODS = {"allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "alltoall"}
-MAY_READ_ENVIRONMENT = {"cli.py", "launcher.py", "comm/groups.py", "doctor/environment.py"}
+MAY_READ_ENVIRONMENT = {
+    "cli.py",
+    "launcher.py",
+    "comm/groups.py",
+    "doctor/environment.py",
+    "recording/environment.py",
+}
 
 Sources = Mapping[str, ast.Module]
 Node = TypeVar("Node", bound=ast.AST)

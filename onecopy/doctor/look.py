@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onecopy.doctor.cgroup import read_limits
-from onecopy.doctor.environment import chosen_variables, launched
+from onecopy.doctor.environment import launched
 from onecopy.doctor.facts import Accelerator, Facts
 from onecopy.doctor.files import within
 from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processors
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.software import look_at_accelerators, look_at_software
 from onecopy.doctor.storage import look_at_folders
+from onecopy.recording.environment import chosen_variables
 
 __all__ = ["look"]
 

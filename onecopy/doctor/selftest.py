@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.groups import Group, world_group
-from onecopy.doctor.environment import chosen_variables
 from onecopy.doctor.meeting import Meeting, first_line
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.results import Card, RankReport
@@ -29,6 +28,7 @@ from onecopy.doctor.step import compare_step
 from onecopy.doctor.transfers import copy_speed, measure
 from onecopy.errors import OneCopyError
 from onecopy.launcher import local_place
+from onecopy.recording.environment import chosen_variables
 
 __all__ = ["MEET", "RankTest", "test_rank"]
 

@@ -14,8 +14,8 @@ import torch
 import onecopy
 from onecopy import handle
 from onecopy.config import Config, Precision
-from onecopy.launcher import chosen_environment
 from onecopy.planner.sharded import memory_at_peak, model_traffic, states_of
+from onecopy.recording.environment import chosen_variables
 from onecopy.report.run_folder import FORMAT, Setting
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def describe_run(
         "world_size": len(hosts),
         "hosts": hosts,
         "versions": _versions(),
-        "environment": chosen_environment(),
+        "environment": chosen_variables(),
         "settings": {name: asdict(_setting(value)) for name, value in settings.items()},
         "models": [_model(name, model) for name, model in models.items()],
     }
