@@ -17,6 +17,7 @@ from onecopy import handle
 from onecopy.comm import groups as comm_groups
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
+from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import Config
 from onecopy.core import build
 from onecopy.core.backward import Backward
@@ -144,6 +145,7 @@ def shard(
         optimizer_of = _optimizer_of(optimizers)
         units = [_units_of(one, optimizer_of, config) for one in models]
         world = comm_groups.world_group(mesh)
+        watchdog = watch(world, config.stall_seconds)
         for one, specs in zip(models, units, strict=True):
             comm_groups.check_backend(world, specs[0].device)
             check_equal(world, one, config, [_described(spec) for spec in specs])
@@ -151,7 +153,7 @@ def shard(
         if choice is not None:
             announce(choice.reason, world)
         for one, specs in zip(models, units, strict=True):
-            _shard_one(one, specs, world, mesh, config)
+            _shard_one(one, specs, world, mesh, config, watchdog)
     elif len(sharded) < len(models) or not optimizers:
         raise ShardingError(
             f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
@@ -397,6 +399,7 @@ def _shard_one(
     world: Group,
     mesh: DeviceMesh | ImaginedWorld | None,
     config: Config,
+    watchdog: Watchdog | None,
 ) -> None:
     device = specs[0].device
     if device.type == "cpu":
@@ -410,6 +413,7 @@ def _shard_one(
         model_number=number,
         native=comm_groups.has_native_collectives(world, device),
         events=events,
+        watchdog=watchdog,
     )
     with torch.no_grad():
         if any(build.unmade(model)):

@@ -118,6 +118,9 @@ class Config:
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
+    stall_seconds: how long a rank may wait for others before a report says which rank waits for
+        what, and what the others are doing; None for no reports. Ranks are waited for all the same,
+        until the timeout of the process group. See docs/observing.md.
     sinks: callables that receive every event (see `onecopy.events`).
 
     Where values came from is kept in `origins`, see `origin_of`.
@@ -133,6 +136,7 @@ class Config:
     step_in_backward: bool | str = False
     whole_parameters: bool = False
     saved_tensors: str = "auto"
+    stall_seconds: float | None = 30.0
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -152,6 +156,10 @@ class Config:
             raise ConfigError(
                 f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "
                 "prefetch off, or None for one unit ahead"
+            )
+        if self.stall_seconds is not None and not 0 < self.stall_seconds < math.inf:
+            raise ConfigError(
+                f"stall_seconds={self.stall_seconds}: give seconds, or None for no reports"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(

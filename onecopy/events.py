@@ -82,19 +82,22 @@ class Events:
     """The sinks of one sharded model, and the phase that its events carry.
 
     Attributes:
+        num_steps: how many steps its optimizer has made, as checkpoints count them.
         close_looks: how many sinks want to see units enter and leave, too.
     """
 
-    __slots__ = ("close_looks", "phase", "sinks")
+    __slots__ = ("close_looks", "num_steps", "phase", "sinks")
 
     def __init__(self, sinks: tuple[Sink, ...] = ()) -> None:
         self.sinks: list[Sink] = list(sinks)
         self.phase = "api"
+        self.num_steps = 0
         self.close_looks = 0
 
     def follow(self, before: Events) -> None:
         """The model was partitioned anew: whoever has looked at it goes on looking."""
         self.sinks = before.sinks
+        self.num_steps = before.num_steps
         self.close_looks = before.close_looks
 
     def emit(  # noqa: PLR0913

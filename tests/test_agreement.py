@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -220,51 +219,6 @@ def test_stages_that_keep_parameters_allow_other_branches(pool: Pool) -> None:
         optimizer.zero_grad()
     expected = [parameter.sum().item() for parameter in model.parameters()]
     assert runs[0] == runs[1] == pytest.approx(expected, rel=1e-5)
-
-
-class _Messages(logging.Handler):
-    """What has been logged; `heard` is called at each message."""
-
-    def __init__(self, heard: Callable[[], None]) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self._heard = heard
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        self._heard()
-
-
-def late_step(trained_steps: int) -> list[str]:
-    """Rank 1 comes when rank 0 has warned of it."""
-    model, optimizer = _branches()
-    for _ in range(trained_steps):
-        _step(model, optimizer, "left")
-    soon = mock.patch.object(agreement, "WARN_AFTER", 0.2)
-
-    def come() -> None:
-        soon.stop()
-        _store().set("rank 0 has warned", "")
-
-    messages = _Messages(come if dist.get_rank() == 0 else lambda: None)
-    logging.getLogger("onecopy").addHandler(messages)
-    if dist.get_rank() == 0:
-        soon.start()
-    else:
-        _store().wait(["rank 0 has warned"])
-    _step(model, optimizer, "left")
-    logging.getLogger("onecopy").removeHandler(messages)
-    return messages.texts
-
-
-@pytest.mark.parametrize("trained_steps", [0, 3])
-def test_a_late_rank_is_named_and_waited_for(pool: Pool, trained_steps: int) -> None:
-    """A warning names it; when it comes, training goes on."""
-    early, late = pool.run(2, late_step, trained_steps)
-    assert late == []
-    (text,) = early
-    assert "rank 0 has waited" in text
-    assert "rank 1 is still at use" in text
 
 
 def changing_order() -> list[float]:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from onecopy.comm.compare import first_decides, gather_objects
 from onecopy.comm.groups import Group
+from onecopy.comm.waits import Wait
 from onecopy.errors import CheckpointError, CommunicationError, OneCopyError
 
 __all__ = ["errors_of_ranks", "finish_together", "together"]
@@ -86,7 +87,7 @@ def errors_of_ranks(group: Group) -> Iterator[None]:
         CommunicationError: a rank has ended.
     """
     try:
-        with _transfers(group):
+        with _transfers(group, "load"):
             yield
     except CheckpointException as error:
         own, _ = error.failures.get(group.rank, (None, None))
@@ -98,10 +99,11 @@ def errors_of_ranks(group: Group) -> Iterator[None]:
 
 
 @contextmanager
-def _transfers(group: Group) -> Iterator[None]:
+def _transfers(group: Group, verb: str = "checkpoint") -> Iterator[None]:
     """What the transport says of ranks that have ended becomes an error that says so."""
     try:
-        yield
+        with Wait(verb, group.ranks):
+            yield
     except OneCopyError:
         raise
     except RuntimeError as error:

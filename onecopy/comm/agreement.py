@@ -4,7 +4,7 @@ Every use of a unit that needs a transfer has a *position*: a count that is the 
 as long as they do the same. A transfer that the schedule does not foresee is first put to the
 vote: each rank posts its wish for the position to the process group's store. All wish the same:
 go on. One differs: every rank raises `DivergenceError` at once. One is missing: it may merely be
-late (it compiles, it loads data), so a warning names it after five seconds, and it is an error
+late (it compiles, it loads data), so it is waited for (`watchdog.py` tells of it), and an error
 only when it has ended (each rank says so at its end, and of one that was killed the others on its
 machine do) or when the process group's timeout is over.
 
@@ -16,7 +16,6 @@ rank blocked in a scheduled transfer also finds out, and the watching thread int
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -34,13 +33,10 @@ from onecopy.events import Events
 
 __all__ = ["Agreement"]
 
-LOGGER = logging.getLogger("onecopy")
-
 # A rank whose position has not moved for LOOK_AFTER seconds looks at the others; it goes on
 # looking, ever more seldom, so that an idle program costs its store nothing.
 LOOK_AFTER = 0.5
 LOOK_AT_MOST_EVERY = 5.0
-WARN_AFTER = 5.0
 GONE_WITHIN = 0.5
 HISTORY = 65_536
 _STORE_IS_GONE = (
@@ -76,7 +72,7 @@ class Agreement:
         self._wishes: deque[str] = deque(maxlen=HISTORY)
         self._voted: set[int] = set()
         self._lock = threading.Lock()
-        self._blocked_since: float | None = None
+        self._is_blocked = False
         self._is_voting = False
         self._verdict: tuple[type[OneCopyError], str] | None = None
         self._processes: dict[int, str] = {}
@@ -87,6 +83,11 @@ class Agreement:
             self._store.set(f"process/{group.rank}", own_process())
             self._store.set(f"at/{group.rank}", "0|the end of shard")
             self._start_watching()
+
+    @property
+    def last_wish(self) -> str:
+        """What was counted last."""
+        return self._wish_at(self.position) or "the end of shard"
 
     def scheduled(self, wish: str) -> None:
         """Count a use that all ranks are known to make."""
@@ -130,7 +131,7 @@ class Agreement:
             DivergenceError: the wait failed because ranks had diverged.
             CommunicationError: it failed because a rank was killed.
         """
-        self._blocked_since = time.monotonic()
+        self._is_blocked = True
         try:
             yield
         except RuntimeError as error:
@@ -138,7 +139,7 @@ class Agreement:
             self._raise_verdict(error)
             raise
         finally:
-            self._blocked_since = None
+            self._is_blocked = False
 
     def close(self) -> None:
         """Tell the others that this rank takes part no longer."""
@@ -208,7 +209,7 @@ class Agreement:
         assert store is not None, "only ranks with a store wait for votes"
         # The stubs of torch lack it. A default store has the process group's timeout.
         timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        warn_at, look_at = started + WARN_AFTER, started + LOOK_AFTER
+        look_at = started + LOOK_AFTER
         while self._verdict is None and not store.check([f"agreed/{position}"]):
             time.sleep(pause)
             now = time.monotonic()
@@ -219,9 +220,6 @@ class Agreement:
             if now > look_at:
                 look_at = now + LOOK_AFTER
                 self._look_for_killed()
-            if now > warn_at:
-                warn_at = float("inf")
-                LOGGER.warning(self._describe_wait(position, now - started))
             if now - started > timeout:
                 self._fail(self._describe_wait(position, now - started) + ". Giving up")
         self._raise_verdict()
@@ -254,7 +252,7 @@ class Agreement:
 
     @property
     def _is_waiting(self) -> bool:
-        return self._is_voting or self._blocked_since is not None
+        return self._is_voting or self._is_blocked
 
     def look(self) -> None:
         """Post this rank's position, vote where others wait, and hear of a verdict."""
@@ -319,22 +317,15 @@ class Agreement:
         atexit.register(_close_at_exit, weakref.ref(self), stop, thread)
         thread.start()
 
-    def interrupt_if_blocked(self, warned: set[int]) -> None:
-        """Free a blocked main thread once there is a verdict; else warn of a long wait."""
-        since = self._blocked_since
-        if since is None:
-            return
-        if self._verdict is not None:
+    def interrupt_if_blocked(self) -> None:
+        """Free a blocked main thread once there is a verdict."""
+        if self._is_blocked and self._verdict is not None:
             self._interrupt()
-        elif time.monotonic() - since > WARN_AFTER and self.position not in warned:
-            warned.add(self.position)
-            LOGGER.warning(self._describe_wait(self.position, time.monotonic() - since))
 
 
 def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
     """Body of the watching thread: looks only while the position stands still."""
     seen, pause = -1, LOOK_AFTER
-    warned: set[int] = set()
     while not stop.wait(pause):
         agreement = reference()
         if agreement is None:
@@ -344,7 +335,7 @@ def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
         try:
             if not moved:
                 agreement.look()
-                agreement.interrupt_if_blocked(warned)
+                agreement.interrupt_if_blocked()
         except RuntimeError:
             # The store has gone away with its rank; the main thread hears of it where it waits.
             return

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
 from onecopy.comm.groups import Group, Groups
+from onecopy.comm.stall import Place
 from onecopy.comm.transport import (
     Finish,
     Hop,
@@ -31,6 +32,7 @@ from onecopy.comm.transport import (
     shares,
 )
 from onecopy.comm.waits import Wait
+from onecopy.comm.watchdog import Watchdog
 from onecopy.errors import CommunicationError, OneCopyError
 from onecopy.events import Events
 
@@ -81,7 +83,14 @@ class Collectives:
     """The transfers of one sharded model, reported as `events`."""
 
     def __init__(
-        self, groups: Groups, *, key: str, model_number: int, native: bool, events: Events
+        self,
+        groups: Groups,
+        *,
+        key: str,
+        model_number: int,
+        native: bool,
+        events: Events,
+        watchdog: Watchdog | None,
     ) -> None:
         self.groups = groups
         self.agreement = Agreement(groups.world, key, self._interrupt, events)
@@ -94,6 +103,10 @@ class Collectives:
         self._is_imagined = groups.world.is_imagined
         if self._is_imagined:
             self._transport = Nothing(native=native)
+        # Held: it lives as long as a model does.
+        self._watchdog = watchdog
+        if watchdog is not None:
+            watchdog.add(self)
 
     def gather(
         self,
@@ -195,6 +208,12 @@ class Collectives:
             expected: what is read in an imagined world, where there are no values.
         """
         return expected if self._is_imagined else (flags > 0).tolist()
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is in training."""
+        agreement, events = self.agreement, self.events
+        return Place(agreement.position, agreement.last_wish, events.phase, events.num_steps + 1)
 
     # Hops -------------------------------------------------------------------------------------
 

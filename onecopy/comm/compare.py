@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from onecopy.comm.groups import Group
+from onecopy.comm.waits import Wait
 from onecopy.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     if group.process_group is None:
         return [value] * group.size
     values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.process_group)
+    with Wait("agree", group.ranks):
+        dist.all_gather_object(values, value, group=group.process_group)
     return values
 
 
@@ -40,9 +42,11 @@ def first_decides(group: Group, value: T, decide: Callable[[list[T]], R]) -> R:
     if group.process_group is None:
         return decide([value])
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None
-    dist.gather_object(value, values, group=group.process_group, group_dst=0)
+    with Wait("agree", group.ranks):
+        dist.gather_object(value, values, group=group.process_group, group_dst=0)
     answer = [None if values is None else decide(values)]
-    dist.broadcast_object_list(answer, group=group.process_group, group_src=0)
+    with Wait("agree", group.ranks):
+        dist.broadcast_object_list(answer, group=group.process_group, group_src=0)
     return answer[0]  # type: ignore[return-value]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["has_ended", "own_process"]
+__all__ = ["has_ended", "own_process", "state_of"]
 
 PROC = Path("/proc")
 # Of /proc/PID/stat, counted from behind the name, which may hold anything: state and start time.
@@ -33,17 +33,24 @@ def own_process() -> str:
 
 def has_ended(process: str) -> bool:
     """Whether what `own_process` said there has ended; False where this machine cannot tell."""
+    return state_of(process) == "ended"
+
+
+def state_of(process: str) -> str:
+    """What has become of it: "ended", "stopped" (by a signal), or empty: it runs, or who knows."""
     own = own_process()
     if not process or process.split()[:2] != own.split()[:2]:
-        return False
+        return ""
     *_, number, started = process.split()
     try:
         stat = _stat(int(number))
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return "ended"
     except OSError:
-        return False
-    return stat[START_TIME] != started or stat[STATE] in "ZX"
+        return ""
+    if stat[START_TIME] != started or stat[STATE] in "ZX":
+        return "ended"
+    return "stopped" if stat[STATE] in "Tt" else ""
 
 
 def _stat(number: int) -> list[str]:

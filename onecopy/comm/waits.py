@@ -19,7 +19,8 @@ class Wait:
     Inside another one of the same thread it is a part of that, and not known by itself.
 
     Attributes:
-        verb: gather, reduce, refresh, agree (ranks compare or count something) or checkpoint.
+        verb: gather, reduce, refresh, agree (ranks compare or count something), checkpoint (they
+            tell one another of their parts), or load (they read theirs, and tell).
         ranks: the global ranks that take part.
         unit: name of the unit; empty where no single unit is meant.
         since: when it began, by time.perf_counter.
@@ -37,8 +38,8 @@ class Wait:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._is_outermost = _waits.setdefault(self._thread, self) is self
         self.since = time.perf_counter()
+        self._is_outermost = _waits.setdefault(self._thread, self) is self
         return self
 
     def __exit__(

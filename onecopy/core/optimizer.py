@@ -330,6 +330,7 @@ class Binding:
         seconds, name = time.perf_counter() - self._began, type(self.optimizer).__name__
         owners = set(self.units.values())
         for engine, _backward in self.engines:
+            engine.events.num_steps = max(engine.events.num_steps, self.num_steps)
             if not self.is_skipped:
                 engine.events.emit("step", seconds=seconds, what=name)
             elif engine in owners:
