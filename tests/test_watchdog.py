@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from torch import nn
 import onecopy
 from onecopy.comm import stall
 from onecopy.comm.stall import Answer, Peer, Place, WaitNow
+from onecopy.comm.waits import Wait
+from onecopy.comm.watchdog import Watchdog
 from tests.pool import Pool, RankError
 from tests.runs import OPTIMIZERS
 
@@ -257,6 +261,33 @@ def silent() -> tuple[list[str], list[str]]:
 def test_it_can_be_switched_off(pool: Pool) -> None:
     """No thread, no text."""
     assert pool.run(2, silent) == [([], []), ([], [])]
+
+
+SERVE = (
+    "import sys, torch.distributed as dist;"
+    "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False);"
+    "print(store.port, flush=True); sys.stdin.read()"
+)
+
+
+def test_a_store_that_does_not_answer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The process that holds it is stopped: nobody can be asked, and that is what is told."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=pipe, stdout=pipe) as server:
+        assert server.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        watchdog = Watchdog(store, rank=3)
+        watchdog.seconds = SOON
+        server.send_signal(signal.SIGSTOP)
+        try:
+            with Wait("gather", (0, 3), unit="layers.1"):
+                while "store has not answered" not in caplog.text:
+                    time.sleep(0.02)
+        finally:
+            server.send_signal(signal.SIGCONT)
+        assert "rank 3 has waited" in caplog.text
+        assert "in gather layers.1" in caplog.text
+        watchdog.stop()
 
 
 # The report -----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Collectives:
         model_number: int,
         native: bool,
         events: Events,
-        watchdog: Watchdog | None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.groups = groups
         self.agreement = Agreement(groups.world, key, self._interrupt, events)

@@ -6,6 +6,9 @@ A rank that has waited for longer than `Config.stall_seconds` asks; each rank an
 position and the innermost lines of what it runs; and of all ranks that wait, the lowest tells.
 
 Nothing here knows a backend, and nothing here ends a wait: see `agreement.py` for that.
+
+Where the process that holds the store is itself stopped, whoever asks the store waits, too. A
+second thread, which asks nobody, tells of that.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class Watchdog:
         # What was told of: a wait, how often, and when it is due again.
         self._told: tuple[Wait | None, int, float] = (None, 0, 0.0)
         self._stop = threading.Event()
+        # When the look under way has begun.
+        self._look_began: float | None = None
         self._claim: tuple[str, str] | None = None
         self._rival: tuple[str, int] = ("", 0)
         host = f"process {os.getpid()} on {socket.gethostname()}"
@@ -87,10 +92,29 @@ class Watchdog:
 
     def look(self) -> None:
         """Answer what was asked, and tell of a stall that is due."""
-        now = time.perf_counter()
+        self._look_began = time.perf_counter()
+        self._look(self._look_began)
+        self._look_began = None
+
+    def look_at_looks(self) -> bool:
+        """Tell, if it is so, that this rank waits and that the store says nothing of the others."""
+        now, began = time.perf_counter(), self._look_began
+        wait = _longest_wait(now)
+        # A look that tells takes a few pauses.
+        is_stuck = began is not None and now - began > self.seconds + 4 * self.pause
+        if not is_stuck or wait is None or now - wait.since < self.seconds:
+            return False
+        LOGGER.warning(
+            f"rank {self._rank} has waited {now - wait.since:.0f} s in {wait.verb} {wait.unit}; "
+            f"the process group's store has not answered for {now - (began or now):.0f} s: the "
+            "process that holds it (rank 0, or torchrun) is stopped or cannot be reached"
+        )
+        return True
+
+    def _look(self, now: float) -> None:
         self._note_place(now)
         self._answer(self._store.add("question", 0))
-        wait = max(waits().values(), key=lambda one: now - one.since, default=None)
+        wait = _longest_wait(now)
         if wait is None or now - wait.since < self.seconds / 2:
             self._resign()
             return
@@ -102,6 +126,11 @@ class Watchdog:
             self._tell(wait)
             pause = min(self.seconds * 2 ** (count + 1), max(LONGEST_PAUSE, self.seconds))
             self._told = wait, count + 1, time.perf_counter() + pause
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stop.set()
+        self._thread.join()
 
     def close(self) -> None:
         """Tell the others that this rank has ended."""
@@ -197,14 +226,21 @@ class Watchdog:
     # The thread -------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        stop = self._stop
-        thread = threading.Thread(
-            target=_watch, args=(weakref.ref(self), stop), name="onecopy-watchdog", daemon=True
+        stop, reference = self._stop, weakref.ref(self)
+        thread, second = (
+            threading.Thread(target=body, args=(reference, stop), name=name, daemon=True)
+            for body, name in ((_watch, "onecopy-watchdog"), (_watch_looks, "onecopy-watchdog-2"))
         )
+        self._thread = thread
         finalizer = weakref.finalize(self, stop.set)
         finalizer.atexit = False
-        atexit.register(_close_at_exit, weakref.ref(self), stop, thread)
+        atexit.register(_close_at_exit, reference, stop, thread)
         thread.start()
+        second.start()
+
+
+def _longest_wait(now: float) -> Wait | None:
+    return max(waits().values(), key=lambda one: now - one.since, default=None)
 
 
 def _may_answer(peer: Peer, number: int) -> bool:
@@ -246,6 +282,18 @@ def _watch(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
             return
         pause = watchdog.pause
         # Held while it waits, this thread would keep it alive.
+        del watchdog
+
+
+def _watch_looks(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
+    """Body of the second thread."""
+    pause = 0.05
+    while not stop.wait(pause):
+        watchdog = reference()
+        if watchdog is None:
+            return
+        is_told = watchdog.look_at_looks()
+        pause = max(LONGEST_PAUSE, watchdog.seconds) if is_told else watchdog.pause
         del watchdog
 
 
