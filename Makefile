@@ -10,6 +10,7 @@
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu     which wheels of torch (default: pip's own)
 #   ARGS='...' DATA=path                                 passed on: `make train ARGS='--steps 20'`
 #   SEED=1234                                            repeat a test run's random choices
+#   WORKERS=0                                            one test at a time, in one process: for --pdb, or little memory
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,9 +20,13 @@ NPROC ?= 2
 ARGS ?=
 DATA ?=
 SEED ?=
+# Tests are many processes that wait for one another: two at a time keep two cores busy.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED))
 
 .PHONY: train test test-all check clean
 .DELETE_ON_ERROR:
@@ -30,10 +35,10 @@ train: $(VENV)/.package
 	$(BIN)/onecopy train --stage $(STAGE) --nproc $(NPROC) $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest --all $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(PYTEST) --all $(ARGS)
 
 check: $(VENV)/.dev
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check

@@ -39,8 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(2**31)
-    if getattr(config.option, "hypothesis_seed", "") is None:
-        config.option.hypothesis_seed = str(config.option.seed)
+    if hasattr(config.option, "hypothesis_seed"):
+        # Options reach the workers of xdist as they are here: with the same seeds.
+        config.option.hypothesis_seed = config.option.hypothesis_seed or str(config.option.seed)
         settings.load_profile("onecopy-all" if config.option.all else "onecopy")
 
 
