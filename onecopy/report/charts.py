@@ -26,8 +26,8 @@ __all__ = [
     "stacked",
 ]
 
-# What a letter takes of a plot at its narrowest, in percent.
-LETTER = 2.6
+# What a letter takes of a plot on a narrow page and on a wide one, in percent.
+NARROW, WIDE = 2.6, 1.8
 LEAST = 0.25  # percent, so that what is short is seen
 MOST_TOLD = 12
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
@@ -139,7 +139,7 @@ class Plot:
             f'preserveAspectRatio="none"><title>{escape(self.title)}</title>'
             + "".join(inside)
             + '</svg></div><div class="xs">'
-            + "".join(_names(marks, self.x))
+            + "".join(_names(marks, self.x, centred=self.marks is None))
             + "</div></div>"
         )
 
@@ -244,17 +244,24 @@ def _lane(row: Lane, scale: Scale, marks: Sequence[Mark], line: str) -> str:
     return f"{SVG}><title>{escape(f'{row.name}: {described}')}</title>{drawn}</svg>"
 
 
-def _names(marks: Sequence[Mark], scale: Scale) -> Iterator[str]:
-    """Names at their places; those for which a narrow page has no room are left out."""
-    free = -math.inf
+def _names(marks: Sequence[Mark], scale: Scale, *, centred: bool = True) -> Iterator[str]:
+    """Names at their places, none on another; only wide pages have room for some ("minor")."""
+    free = dict.fromkeys((NARROW, WIDE), -math.inf)
     for mark in marks:
-        at, half = scale.percent(mark.at), LETTER * len(mark.name) / 2
-        place = "first" if at < half else "last" if at > 100 - half else ""
-        start = at if place == "first" else at - 2 * half if place == "last" else at - half
-        if start < free:
-            continue
-        free = start + 2 * half + LETTER
-        yield f'<span class="at {place}" style="left:{at:.2f}%">{escape(mark.name)}</span>'
+        at, half = scale.percent(mark.at), NARROW * len(mark.name) / 2
+        place = "first" if at < half or not centred else ""
+        if at > 100 - (half if centred else 2 * half):
+            place = "last"
+        fits = []
+        for letter in free:
+            width = letter * len(mark.name)
+            start = at - {"first": 0.0, "last": width, "": width / 2}[place]
+            if start >= free[letter]:
+                fits.append(letter)
+                free[letter] = start + width + letter
+        if WIDE in fits:
+            kinds = " ".join(filter(None, ("at", place, "" if NARROW in fits else "minor")))
+            yield f'<span class="{kinds}" style="left:{at:.2f}%">{escape(mark.name)}</span>'
 
 
 def _line(*, x: float | None = None, y: float | None = None, title: str = "") -> str:

@@ -261,7 +261,7 @@ def _time_table(run: Summary, runs: Sequence[Summary]) -> str:
     if len(ranks) > MOST_ROWS:
         words += f", the {MOST_ROWS} slowest of {len(ranks):,} ranks"
     table = html.table(head, rows, caption=_title(words, run, runs))
-    return html.fold(_title(words, run, runs), table) if _are_many(run) else table
+    return html.fold(_title("Rank by rank", run, runs), table) if _are_many(run) else table
 
 
 def _are_many(run: Summary) -> bool:

@@ -152,7 +152,7 @@ def _table(found: DetailedStep) -> str:
         computing = [end - begin for _, begin, end, _ in _computing(found, events)]
         waits = [one.seconds for one in events if one.kind == "wait"]
         cells = (
-            f"{len(gathered)} x",
+            f"{len(gathered)} x" if gathered else "-",
             *(span(sum(times)) if times else "-" for times in (gathered, computing, waits)),
             size(_sent(events)),
         )

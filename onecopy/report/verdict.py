@@ -116,7 +116,7 @@ def _not_numbers(run: Summary) -> Iterator[str]:
 def _skipped(run: Summary) -> Iterator[str]:
     made = len(run.steps)
     # The scale is being found in the first steps: overflows are normal there.
-    late = [step for step in run.skipped if run.steps.index(step) >= made / 2]
+    late = [step for step in run.skipped if step >= run.steps[made // 2]]
     if len(late) > 0.02 * made and made >= 20:
         yield (
             f"{len(late)} of the last {made - made // 2} steps were skipped because fp16 gradients "
@@ -171,8 +171,8 @@ def _waits(run: Summary) -> Iterator[str]:
         "agree": "see which unit is agreed on in the timeline below: order that changes from "
         "step to step must be agreed each time",
     }
-    words = f"Even the slowest rank spends {share} of a step waiting {WAITING_FOR[kind]}"
-    words += f": {remedies[kind]}."
+    words = f"Even the slowest rank waits {percent(slowest.waiting / slowest.seconds)} of a step, "
+    words += f"most of it {WAITING_FOR[kind]} ({share}): {remedies[kind]}."
     if kind == "gather" and any(_releases(one) for one in run.run.models):
         words += " Stage 2 sends a third less; onecopy plan says whether it fits."
     yield words
