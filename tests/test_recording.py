@@ -133,8 +133,8 @@ def _check_estimate(run: Run, backwards: int) -> None:
         assert {kind: value for kind, value in estimate.sent.items() if value} == last.sent
     for kind in ("parameters", "gradients", "optimizer"):
         held = max(rank.steps[2].memory[kind] for rank in run.ranks)
-        # Slices have equal lengths, what they hold need not: the padding has no optimizer states.
-        assert held <= estimate.memory[kind] <= held + 1024, kind
+        # The formula counts padding, too, which has no optimizer states.
+        assert held <= estimate.memory[kind] <= 1.05 * held, kind
     assert last.memory["gathered"] <= estimate.memory["gathered"]
 
 
