@@ -332,6 +332,9 @@ def _doctor(options: DoctorOptions) -> int:
 
     from rich.console import Console
 
+    from onecopy.doctor.environment import silence_torch
+
+    silence_torch()
     from onecopy.doctor.examine import examine
     from onecopy.doctor.show import print_examination, print_findings
 

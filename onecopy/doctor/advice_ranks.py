@@ -101,11 +101,12 @@ def _remedy(report: RankReport, where: str) -> str:
             f"see that every rank was started, and from the other machines: nc -vz {where} "
             "(a firewall, or another MASTER_ADDR)"
         )
-    hosts = {card.host for card in report.cards}
+    machines = sum(card.is_first_here for card in report.cards)
     loopback = [card.rank for card in report.cards if (card.address or "").startswith("127.")]
-    if loopback and len(hosts) > 1:
+    if loopback and machines > 1:
         return (
-            f"rank {_listed(loopback)} listens on loopback: export GLOO_SOCKET_IFNAME=<the "
+            f"on loopback (rank {_listed(loopback)}) no other machine is heard: export "
+            "GLOO_SOCKET_IFNAME=<the "
             "interface of the network between the machines> on every node"
         )
     if "bytes" in report.reached:
@@ -172,7 +173,7 @@ def _transfers(reports: Sequence[RankReport]) -> Iterator[Finding]:
             remedy="report it with onecopy doctor --json FILE; on accelerators NCCL_P2P_DISABLE=1 "
             "shows whether the direct way between devices is at fault",
         )
-    elif reports and reports[0].transfers:
+    elif reports and reports[0].transfers and not any(report.error for report in reports):
         yield from _bandwidth(reports[0])
 
 

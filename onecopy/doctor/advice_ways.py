@@ -20,6 +20,7 @@ BILLION = 10**9
 # fp32 masters and two fp32 moments: what a checkpoint holds of a parameter with Adam.
 SAVED_BYTES = 12
 LEAST_FREE = 20 * BILLION
+DOWN = "is down"
 
 
 def step_seconds(bytes_per_second: float, world_size: int = MANY_RANKS) -> float:
@@ -41,7 +42,8 @@ def _named_interfaces(facts: Facts) -> Iterator[Finding]:
                 topic="network",
                 seen=f"GLOO_SOCKET_IFNAME={wish}, and {name} {fault}",
                 why="Gloo listens there only: no process group can be made",
-                remedy=_choose(facts, "GLOO_SOCKET_IFNAME"),
+                remedy=(f"ip link set {name} up, or " if fault == DOWN else "")
+                + _choose(facts, "GLOO_SOCKET_IFNAME"),
             )
     wish = facts.environment.get("NCCL_SOCKET_IFNAME")
     if wish and facts.network.interfaces and not facts.network.nccl_interfaces:
@@ -58,7 +60,7 @@ def _fault(interface: Interface | None) -> str:
     if interface is None:
         return "does not exist"
     if interface.is_up is False:
-        return "is down"
+        return DOWN
     return "" if interface.addresses else "has no address"
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onecopy.doctor.advice import advise
 from onecopy.doctor.advice_ranks import advise_ranks
 from onecopy.doctor.environment import launched
 from onecopy.doctor.facts import Facts, Launched
-from onecopy.doctor.findings import PROBLEM, Finding, by_level
+from onecopy.doctor.findings import PROBLEM, Finding, by_level, merged
 from onecopy.doctor.look import look
 from onecopy.doctor.options import DoctorOptions
 from onecopy.doctor.results import RankReport
 from onecopy.errors import LaunchError
+
+if TYPE_CHECKING:
+    from onecopy.doctor.selftest import RankTest
 
 __all__ = ["Examination", "examine"]
 
@@ -29,7 +32,7 @@ FORMAT = 1
 class Examination:
     """What was found.
 
-    facts: of this machine; None on ranks that are not the first of theirs.
+    facts: of this machine; None on a rank that has handed them to the first one.
     reports: of the ranks that were tested, the first rank's first.
     machines: {"facts", "findings"} of the other machines as JSON, by the name of the host.
     is_shown: this process is the one that shows it.
@@ -100,34 +103,48 @@ def _as_rank(options: DoctorOptions, here: Launched) -> Examination:
     test = RankTest(options.device, options.limit)
     report = test.run()
     facts = None
-    findings: list[Finding] = []
     if test.meeting is not None:
         test.meeting.post("report", report.to_json())
     if here.local_rank == 0:
         facts = look(options.folder, options.bytes_to_disk)
-        findings = advise(facts)
-    if here.rank:
-        if facts is not None and test.meeting is not None:
-            values = {"facts": asdict(facts), "findings": [asdict(one) for one in findings]}
-            test.meeting.post("machine", {"host": facts.network.host.name, **values})
-        # What the first rank may never hear of.
-        own = advise_ranks([report], here.world_size, _store(facts)) if report.error else []
-        is_shown = bool(report.error) and (here.local_rank == 0 or test.meeting is None)
-        return Examination(facts=None, findings=tuple(own), is_shown=is_shown)
+    return _of_other(test, report, facts) if here.rank else _of_first(test, report, facts, options)
+
+
+def _of_other(test: RankTest, report: RankReport, facts: Facts | None) -> Examination:
+    """Hand everything to the first rank; show what it may never hear of."""
+    findings = [] if facts is None else advise(facts)
+    own = advise_ranks([report], report.world_size, _store(facts)) if report.error else []
+    if test.meeting is None:
+        return Examination(facts=facts, findings=tuple(by_level([*own, *findings])))
+    if facts is not None:
+        machine = {"facts": asdict(facts), "findings": [asdict(one) for one in findings]}
+        test.meeting.post("machine", machine)
+    is_shown = bool(own) and facts is not None
+    return Examination(facts=None, findings=tuple(own), is_shown=is_shown)
+
+
+def _of_first(
+    test: RankTest, report: RankReport, facts: Facts | None, options: DoctorOptions
+) -> Examination:
+    """Put together what all ranks have found."""
+    assert facts is not None, "the first rank is the first of its machine"
     reports, machines = _collected(test, report, options.limit)
-    more = advise_ranks(reports, here.world_size, _store(facts))
+    findings = advise(facts)
+    if machines:
+        findings = [replace(one, host=facts.network.host.name) for one in findings]
     for host, machine in machines.items():
-        more += [replace(Finding(**one), host=host) for one in machine["findings"]]
+        findings += [replace(Finding(**one), host=host) for one in machine["findings"]]
+    more = advise_ranks(reports, report.world_size, _store(facts))
     return Examination(
         facts=facts,
-        findings=tuple(by_level([*findings, *more])),
+        findings=tuple(by_level([*merged(findings), *more])),
         reports=tuple(reports),
         machines=machines,
     )
 
 
 def _collected(
-    test: Any, report: RankReport, limit: float
+    test: RankTest, report: RankReport, limit: float
 ) -> tuple[Sequence[RankReport], dict[str, Any]]:
     """What the other ranks have posted: their reports, and what the other machines are like."""
     if test.meeting is None:
@@ -135,9 +152,10 @@ def _collected(
     others = [rank for rank in range(report.world_size) if rank != report.rank]
     posted = test.meeting.collect("report", others, limit / 2)
     reports = [report, *(RankReport.from_json(posted[rank]) for rank in sorted(posted))]
-    firsts = [card.rank for card in report.cards if card.is_first_here and card.rank]
-    machines = test.meeting.collect("machine", firsts, limit)
-    return reports, {machines[rank].pop("host"): machines[rank] for rank in sorted(machines)}
+    hosts = {card.rank: card.host for card in report.cards if card.is_first_here and card.rank}
+    machines = test.meeting.collect("machine", list(hosts), limit)
+    names = {rank: f"{hosts[rank]} (rank {rank})" for rank in sorted(machines)}
+    return reports, {name: machines[rank] for rank, name in names.items()}
 
 
 def _store(facts: Facts | None) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["FINE", "LEVELS", "NOTE", "PROBLEM", "WARNING", "Finding", "by_level"]
+__all__ = ["FINE", "LEVELS", "NOTE", "PROBLEM", "WARNING", "Finding", "by_level", "merged"]
 
 FINE, NOTE, WARNING, PROBLEM = "fine", "note", "warning", "problem"
 LEVELS = (PROBLEM, WARNING, NOTE, FINE)
@@ -17,7 +17,7 @@ class Finding:
 
     level: fine; note (worth knowing); warning (works, but slower or with a risk); problem
         (something will not work).
-    remedy: a command or a setting, exactly. host: the machine, where it is about another one.
+    remedy: a command or a setting, exactly. host: the machine, where there are several.
     """
 
     level: str
@@ -31,3 +31,11 @@ class Finding:
 def by_level(findings: Iterable[Finding]) -> list[Finding]:
     """The worst first, else in the given order."""
     return sorted(findings, key=lambda one: LEVELS.index(one.level))
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """What is the same on several machines, once, with the names of all of them."""
+    hosts: dict[Finding, list[str]] = {}
+    for one in findings:
+        hosts.setdefault(replace(one, host=""), []).append(one.host)
+    return [replace(one, host=", ".join(names)) for one, names in hosts.items()]

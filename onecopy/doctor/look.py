@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onecopy.doctor.cgroup import read_limits
-from onecopy.doctor.environment import launched
+from onecopy.doctor.environment import launched, variables_of_user
 from onecopy.doctor.facts import Accelerator, Facts
 from onecopy.doctor.files import within
 from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processors
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.software import look_at_accelerators, look_at_software
 from onecopy.doctor.storage import look_at_folders
-from onecopy.recording.environment import chosen_variables
 
 __all__ = ["look"]
 
@@ -28,7 +27,7 @@ def look(folders: Sequence[Path] = (), disk_bytes: int = 0) -> Facts:
         folders: beside the current and the temporary one.
         disk_bytes: to write and to read, to measure disks; 0 measures none.
     """
-    variables = chosen_variables()
+    variables = variables_of_user()
     group = read_limits()
     accelerators, problem = _accelerators()
     return Facts(

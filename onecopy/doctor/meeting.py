@@ -7,6 +7,7 @@ one that gets no further can say what the others are at.
 from __future__ import annotations
 
 import json
+import re
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,10 +16,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onecopy.doctor.files import within
 from onecopy.doctor.results import Card
 from onecopy.errors import CommunicationError
 
 __all__ = ["Meeting", "first_line"]
+
+# A store on a machine that has gone away answers nothing, and does not always say so.
+ANSWER_SECONDS = 5.0
 
 
 class Meeting:
@@ -48,14 +53,18 @@ class Meeting:
         self._other.set(f"at/{self.rank}", what)
 
     def others(self) -> dict[int, str]:
-        """What the other ranks are at; those that cannot be asked any more are left out."""
-        found = {}
-        with suppress(RuntimeError):
+        """What the other ranks are at, as far as the store still answers."""
+        found: dict[int, str] = {}
+
+        def ask() -> None:
             for rank in range(self.world_size):
                 if rank != self.rank:
                     is_here = self._other.check([f"at/{rank}"])
                     found[rank] = self._other.get(f"at/{rank}").decode() if is_here else ""
-        return found
+
+        with suppress(RuntimeError, OSError):
+            within(ANSWER_SECONDS, ask)
+        return dict(found)
 
     def exchange(self, card: Card) -> tuple[Card, ...]:
         """The cards of all ranks, in their order.
@@ -95,22 +104,29 @@ class Meeting:
 
     def post(self, what: str, value: Any) -> None:
         """Leave something for the first rank, if the store is still there."""
-        with suppress(RuntimeError):
-            self._other.set(f"{what}/{self.rank}", json.dumps(value))
+        key = f"{what}/{self.rank}"
+        with suppress(RuntimeError, OSError):
+            within(ANSWER_SECONDS, lambda: self._other.set(key, json.dumps(value)))
 
     def collect(self, what: str, ranks: list[int], seconds: float) -> dict[int, Any]:
         """What these ranks have left, as far as it comes in time."""
-        found = {}
+        found: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
-        for rank in ranks:
-            with suppress(RuntimeError):
-                left = max(0.05, deadline - time.monotonic())
-                self._other.wait([f"{what}/{rank}"], timedelta(seconds=left))
-                found[rank] = json.loads(self._other.get(f"{what}/{rank}"))
-        return found
+
+        def wait() -> None:
+            for rank in ranks:
+                key, left = f"{what}/{rank}", max(0.05, deadline - time.monotonic())
+                with suppress(RuntimeError):
+                    self._other.wait([key], timedelta(seconds=left))
+                    found[rank] = json.loads(self._other.get(key))
+
+        with suppress(OSError):
+            within(seconds + ANSWER_SECONDS, wait)
+        # A copy: a wait that has not ended may still add to it.
+        return dict(found)
 
 
 def first_line(error: BaseException) -> str:
-    """What happened, without the C++ stack that torch appends."""
+    """What happened, without the C++ stack and the places in the sources that torch adds."""
     text = str(error).strip().partition("\n")[0]
-    return text or type(error).__name__
+    return re.sub(r"\[\S+\.(?:cc|cpp|h):\d+\]\s*", "", text) or type(error).__name__

@@ -58,7 +58,6 @@ class RankReport:
     """What one rank found.
 
     reached: what it was at last at. error: why it did not come further; empty if it did.
-    stuck: it had to be given up, in a call that does not return.
     others: what the other ranks were at, when this one did not come further.
     clocks: seconds by which a machine's clock is ahead of the first rank's, by its first rank.
     copy: bytes that this rank copies in a second, where the tensors lie.
@@ -70,7 +69,6 @@ class RankReport:
     backend: str = ""
     reached: str = ""
     error: str = ""
-    stuck: bool = False
     seconds: float = 0.0
     cards: tuple[Card, ...] = ()
     others: Mapping[int, str] = field(default_factory=dict)

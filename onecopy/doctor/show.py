@@ -45,7 +45,8 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     console.print(Text("findings", style="bold"))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for one in findings:
         words = Text(f"{one.host}: {one.seen}" if one.host else one.seen)
         if one.why:
@@ -54,7 +55,6 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
             words.append("\n-> ", style="dim")
             words.append(one.remedy, style="bold")
         table.add_row(Text(one.level, style=STYLES[one.level]), Text(one.topic), words)
-    table.columns[1].no_wrap = True
     console.print(table)
     console.print()
     levels = Counter(one.level for one in findings)
@@ -73,7 +73,7 @@ def _print_rows(console: Console, heading: str, rows: Sequence[tuple[str, str]])
     console.print(Text(heading, style="bold"))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, min_width=16)
-    table.add_column()
+    table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(Text(f"  {label}"), Text(value))
     console.print(table)
@@ -256,10 +256,10 @@ SECTIONS = {
 def _print_test(console: Console, reports: Sequence[RankReport]) -> None:
     first = reports[0]
     ways = dict.fromkeys(f"{card.address} ({card.interface})" for card in first.cards)
-    hosts = dict.fromkeys(card.host for card in first.cards)
+    machines = sum(card.is_first_here for card in first.cards) or 1
     shown = [*ways][:4] + (["..."] if len(ways) > 4 else [])
     heading = (
-        f"self-test: {plural(first.world_size, 'rank')} on {plural(len(hosts) or 1, 'machine')}, "
+        f"self-test: {plural(first.world_size, 'rank')} on {plural(machines, 'machine')}, "
         f"{first.backend or 'no backend'}, {first.device}"
     )
     if not first.transfers:
