@@ -8,6 +8,7 @@
 #
 #   PYTHON=python3.12                                    which Python makes .venv
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu     which wheels of torch (default: pip's own)
+#   RUN=folder                                           where the run is recorded (runs/<time>)
 #   ARGS='...' DATA=path                                 passed on: `make train ARGS='--steps 20'`
 #   SEED=1234                                            repeat a test run's random choices
 #   WORKERS=0                                            one test at a time, in one process: for --pdb, or little memory
@@ -19,6 +20,7 @@ STAGE ?= 3
 NPROC ?= 2
 ARGS ?=
 DATA ?=
+RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 SEED ?=
 # Tests are many processes that wait for one another: two at a time keep two cores busy.
 WORKERS ?= 2
@@ -32,7 +34,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.package
-	$(BIN)/onecopy train --stage $(STAGE) --nproc $(NPROC) $(if $(DATA),--data '$(DATA)') $(ARGS)
+	$(BIN)/onecopy train --stage $(STAGE) --nproc $(NPROC) --run '$(RUN)' $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)

@@ -104,6 +104,11 @@ def in_launched_process() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def was_restarted() -> bool:
+    """Whether torchrun has started this process in the place of one that was lost."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def local_place() -> tuple[int, int]:
     """This process's number among the ranks of its machine, and how many those are."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -110,6 +110,11 @@ class Observer:
             self._counter.take()
             self._counted_from = done
 
+    def held_out_after(self, done: int) -> dict[str, float]:
+        """The held-out loss in bits per byte, if it was measured after `done` steps, by name."""
+        bits = self._held_out_bits.get(done)
+        return {} if bits is None else {"held_out_bits": bits}
+
     @torch.no_grad()
     def evaluate(self, done: int) -> None:
         """Measure the held-out loss after `done` steps, with equally many forwards on all ranks."""

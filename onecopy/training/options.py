@@ -99,6 +99,16 @@ class TrainOptions:
         ),
     )
 
+    run: Path | None = field(
+        default=None,
+        metadata=describe(
+            "record the run in this folder, a new one: where time, bytes and memory go, and the "
+            "losses; `onecopy report DIR` makes a page of it. A run that is resumed goes on in its "
+            "folder",
+            metavar="DIR",
+        ),
+    )
+
     checkpoint: Path | None = field(
         default=None,
         metadata=describe(
@@ -127,6 +137,8 @@ class TrainOptions:
         Config(stage=self.stage, memory=self.memory)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
+        if self.run is not None and self.run == self.checkpoint:
+            raise ConfigError(f"--run and --checkpoint are both {self.run}: give two folders.")
         if self.warmup > 1:
             raise ConfigError(
                 f"--warmup is {self.warmup}: it is a share of the steps, between 0 and 1."

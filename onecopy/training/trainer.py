@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from rich.console import Console
@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 import onecopy
 from onecopy.comm.groups import join_launched
 from onecopy.events import add_sink
-from onecopy.launcher import in_launched_process, local_place
+from onecopy.launcher import in_launched_process, local_place, was_restarted
 from onecopy.planner import estimate
 from onecopy.report import memory, tables
 from onecopy.report.jsonl import JsonLines, path_of_rank
 from onecopy.report.progress import ProgressLine, count, duration, plural
+from onecopy.report.run_folder import Setting
 from onecopy.report.states import StateBytes
 from onecopy.training import data
 from onecopy.training.checkpoints import Checkpoints, join_run
@@ -115,10 +116,14 @@ def _train(
 
     _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")
     quiet = options.quiet or shard.rank != 0
-    with _events_written(model, options, shard), ProgressLine(console, quiet=quiet) as progress:
+    with (
+        _events_written(model, options, shard),
+        _recorded(model, optimizer, options, resumes) as log,
+        ProgressLine(console, quiet=quiet) as progress,
+    ):
         observer = Observer(model, corpus.held_out, shard, options, progress, device)
         batches = Batches(corpus.train, shard, options.seed, options.accumulate)
-        _train_steps(model, optimizer, batches, observer, resumes)
+        _train_steps(model, optimizer, batches, observer, resumes, log)
     observed = observer.finish()
     return TrainResult(
         stage=stage,
@@ -140,6 +145,7 @@ def _train_steps(
     batches: Batches,
     observer: Observer,
     resumes: bool,
+    log: Callable[..., None],
 ) -> None:
     options, device = observer.options, observer.device
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle(options))
@@ -164,7 +170,9 @@ def _train_steps(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        log(loss=mean_loss, lr=scheduler.get_last_lr()[0])
         observer.after_step(step + 1, mean_loss)
+        log(**observer.held_out_after(step + 1))
         with observer.paused():
             checkpoints.after_step(step + 1)
 
@@ -233,6 +241,31 @@ def _events_written(model: nn.Module, options: TrainOptions, shard: Shard) -> It
         yield
 
 
+@contextmanager
+def _recorded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, resumes: bool
+) -> Iterator[Callable[..., None]]:
+    """What is called with the numbers of each step; they are kept where there is a run's folder."""
+    if options.run is None:
+        yield lambda **_: None
+        return
+    settings = {
+        item.name: Setting(
+            value=getattr(options, item.name),
+            origin="default" if getattr(options, item.name) == item.default else "command line",
+        )
+        for item in fields(options)
+    }
+    with onecopy.record(
+        options.run,
+        model,
+        optimizer,
+        resume=resumes or was_restarted(),
+        settings=settings,
+    ) as run:
+        yield run.log
+
+
 def _show_start(
     console: Console, options: TrainOptions, shard: Shard, corpus: Corpus, model: str
 ) -> None:
@@ -274,6 +307,8 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
             f"{count(result.tokens_per_second)} tokens/s over {plural(world_size, 'rank')}"
         )
     console.print(", ".join(parts))
+    if options.run is not None:
+        console.print(f"recorded in {options.run}, to see it: onecopy report {options.run}")
 
 
 def _show_memory(
