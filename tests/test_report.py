@@ -14,13 +14,18 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import onecopy
 from onecopy import cli
 from onecopy.report.charts import Scale
 from onecopy.report.curves import sampled
 from onecopy.report.run_folder import RUN_FILE, SPLIT, steps_file
 from onecopy.report.summary import Series, names_of
+from tests import models
+from tests.pool import Pool
 from tests.run_folders import Recorded, losses
+from tests.runs import OPTIMIZERS
 
 HTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -289,6 +294,40 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert not tags & {"script", "img"}
     assert words(page).count("<script>alert(1)</script>") > 8
     assert all(not name.startswith("on") for one in page.iter() for name in one.attrib)
+
+
+def train(folder: Path) -> list[float]:
+    """A recorded run of this rank; returns its losses."""
+    model = models.build("gpt")
+    optimizer = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, optimizer, stage=3)
+    found = []
+    with onecopy.record(folder, model, optimizer) as run:
+        for step in range(6):
+            loss = models.loss(model, models.batch("gpt", step, dist.get_rank()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+            found.append(loss.item())
+    return found
+
+
+def test_a_real_run(pool: Pool, tmp_path: Path) -> None:
+    """What two ranks did is what the page says, and the formulas hold."""
+    both = pool.run(2, train, tmp_path / "run")
+    page = report(tmp_path / "run")
+    assert "Finished: 6 steps" in words(page)
+    found = tables(page)
+    means = [fmean(ranks) for ranks in zip(*both, strict=True)]
+    cells = [float(cell) for cell in found["Logged, as means over ranks"]["loss"][:4]]
+    assert cells == pytest.approx([means[0], min(means), max(means), means[-1]], rel=1e-3)
+    assert found["Bytes of a rank"]["all of it"][-1] == "1.000"
+    for name in ("parameters and masters", "gradients", "optimizer states", "gathered units"):
+        assert found["Memory of a rank"][name][-1] == "1.000"
+    units = next(table for name, table in found.items() if name.startswith("Units in step"))
+    assert [units[f"blocks.{number}"][0] for number in range(2)] == ["2 x", "2 x"]
+    assert found["Chosen"]["stage"] == ("3", "argument of shard")
 
 
 # Several runs -----------------------------------------------------------------------------------
