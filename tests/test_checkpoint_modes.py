@@ -211,7 +211,7 @@ def goes_on(root: Path, name: str, stage: int) -> None:
 @pytest.mark.sampled(
     "name, world, stage",
     list(itertools.product(MODES, (1, 2, 3), STAGES)),
-    36,
+    len(MODES) + 2,
     always=[(name, 2 + n % 2, n % 4) for n, name in enumerate(MODES)],
 )
 def test_goes_on(pool: Pool, tmp_path: Path, name: str, world: int, stage: int) -> None:

@@ -124,7 +124,7 @@ def test_options_reach_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, events=Path("e"))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.sampled("stage", [0, 1, 2, 3], 1)  # what differs between them has other tests
 def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes a dull text. " * 100)
