@@ -403,7 +403,7 @@ def test_trackers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             steps(trained, 1)
             run.log(loss=loss)
     assert [(step, told["loss"]) for step, told in good.told] == [(1, 1.5), (2, 2.5), (3, 3.5)]
-    assert all(told["step_seconds"] > 0 for _, told in good.told)
+    assert all(told["time/step"] > 0 for _, told in good.told)
     assert [step for step, _ in bad.told] == [1]
     assert "no connection" in caplog.text
 

@@ -20,6 +20,7 @@ from onecopy.errors import ConfigError, RunError, ShardingError
 from onecopy.recording.description import describe_run
 from onecopy.recording.folder import claim
 from onecopy.recording.recorder import Recorder, Wishes
+from onecopy.report.trackers import log_of
 
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
@@ -56,8 +57,9 @@ def record(  # noqa: PLR0913
         model: the sharded model; several as a list or a dict of names.
         optimizer: the attached optimizer, several as a list, of which the first counts the steps;
             by default those that are attached. A model without any makes a step of each `log`.
-        trackers: objects with `log(step, numbers)`, called on the first rank with a step's number
-            and a dict of what was logged and how long it took, one step later.
+        trackers: objects with `log(step, numbers)` or `log(numbers, step=...)` (wandb, trackio, a
+            `onecopy.report.tensorboard.TensorBoard`), called on the first rank, one step later:
+            see `onecopy.report.trackers` for what they are told.
         trace: look closely at so many steps, from the second on, instead of at a few.
         resume: go on in the folder where it holds a run (one that goes on from a checkpoint);
             steps that are made again take the place of the old ones.
@@ -74,10 +76,7 @@ def record(  # noqa: PLR0913
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     trackers = tuple(trackers)
     for one in trackers:
-        if not callable(getattr(one, "log", None)):
-            raise ConfigError(
-                f"the tracker {one!r} has no log(step, numbers): pass objects that have it"
-            )
+        log_of(one)
     if trace < 0:
         raise ConfigError(f"trace={trace}: give a number of steps")
     attached = list(

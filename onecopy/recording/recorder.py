@@ -7,7 +7,6 @@ A few steps are looked at closely: every event of them is written, with the memo
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -26,6 +25,7 @@ from onecopy.report import memory
 from onecopy.report.logged import Logged
 from onecopy.report.model_recorder import Counts, ModelRecorder
 from onecopy.report.step_meter import StepMeter
+from onecopy.report.trackers import Trackers, numbers_of
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder", "Wishes"]
 
-LOGGER = logging.getLogger("onecopy")
 # Steps of this process that are looked at closely: the first two that go by the recorded order of
 # use, then those at every doubling of a thousand.
 FIRST_CLOSE = 2
@@ -72,7 +71,7 @@ class Recorder:
         self._offset = time.time() - files.started - now
         self._process = os.getpid()
         self._wishes = wishes
-        self._trackers = list(wishes.trackers) if files.found is not None else []
+        self._trackers = Trackers(wishes.trackers if files.found is not None else ())
         self._meter = StepMeter(now)
         self._models = [ModelRecorder(name, one, self._meter) for name, one in models.items()]
         self._optimizers = optimizers
@@ -107,6 +106,7 @@ class Recorder:
             remove()
         self._write_events(self._step + 1)
         self._write_pending()
+        self._trackers.flush()
         self._files.finish(status, error, self._time_of(time.perf_counter()))
 
     @not_compiled
@@ -173,18 +173,8 @@ class Recorder:
         if metrics:
             line["metrics"] = metrics
         self._files.steps.write(line)
-        for tracker in list(self._trackers):
-            try:
-                tracker.log(line["step"], {**metrics, "step_seconds": line["seconds"]})
-            # Whatever a tracker does, training goes on.
-            except Exception as error:
-                self._trackers.remove(tracker)
-                LOGGER.warning(
-                    "the tracker %r has failed (%s: %s) and is told nothing more: training goes on",
-                    tracker,
-                    type(error).__name__,
-                    error,
-                )
+        if self._trackers:
+            self._trackers.log(line["step"], numbers_of(line, metrics))
 
     def _expected(self, counts: Sequence[Counts]) -> dict[str, int]:
         expected: Counter[str] = Counter()
