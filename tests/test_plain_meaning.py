@@ -6,6 +6,7 @@ see the same data, so that the mean over ranks is each rank's own gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -281,8 +282,12 @@ def run(name: str, stage: int | None, detached: bool = False) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sampled(
+    "name, stage",
+    list(itertools.product(SCRIPTS, (0, 1, 2, 3))),
+    2 * len(SCRIPTS),
+    always=[(name, 3) for name in SCRIPTS],
+)
 def test_as_in_plain_pytorch(pool: Pool, name: str, stage: int) -> None:
     """The same parameters on every rank."""
     for detached in (False, True):
