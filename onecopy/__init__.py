@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.loading import load as load
     from onecopy.checkpoint.saving import save as save
     from onecopy.config import Config as Config
+    from onecopy.config import Offload as Offload
     from onecopy.config import Precision as Precision
     from onecopy.core.build import init_sharded as init_sharded
     from onecopy.core.pretrained import load_pretrained as load_pretrained
@@ -36,6 +37,7 @@ __version__ = "0.1.0.dev0"
 
 _WHERE = {
     "Config": "onecopy.config",
+    "Offload": "onecopy.config",
     "OneCopyError": "onecopy.errors",
     "Precision": "onecopy.config",
     "async_save": "onecopy.checkpoint.background",
@@ -59,6 +61,7 @@ _WHERE = {
 
 __all__ = [
     "Config",
+    "Offload",
     "OneCopyError",
     "Precision",
     "async_save",

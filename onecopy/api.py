@@ -26,6 +26,7 @@ from onecopy.core.copying import copy_plain
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.initialise import prepare
+from onecopy.core.offload import place_units
 from onecopy.core.optimizer import (
     Binding,
     clip_gradients,
@@ -421,6 +422,8 @@ def _shard_one(
         for buffer in model.buffers():
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
+        releases = STAGES[config.stage].releases
+        specs = place_units(specs, config, releases=releases, events=events)
         sources = build.sources_of(model)
         engine = Engine(model, specs, config, collectives)
         if sources:

@@ -18,13 +18,14 @@ from typing import Any
 from onecopy.errors import ConfigError
 from onecopy.options import bytes_of, unknown_setting
 
-__all__ = ["Config", "Precision"]
+__all__ = ["Config", "Offload", "Precision"]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "bf16+16", "bf16")
 STAGES = (0, 1, 2, 3)
 AUTO = "auto"
 SAVED_TENSORS = ("auto", "always")
+TIERS = ("device", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,42 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Which states lie in host memory instead of the device's; each is "device" or "host".
+
+    optimizer: masters and optimizer states; the optimizer runs on the host then.
+    gradients: the means that this rank owns. They lie where the optimizer runs.
+    parameters: what this rank owns of the parameters, at stage 3: each gather brings it up. On the
+        device it is brought up once a step.
+    fraction: from 0 to 1, the share of the model whose states these are: its first units. The
+        states of the others stay on the device.
+
+    Source: ZeRO-Offload (Ren et al. 2021).
+    """
+
+    optimizer: str = "device"
+    gradients: str = "device"
+    parameters: str = "device"
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "gradients", "parameters"):
+            _check_choice(f"offload.{name}", getattr(self, name), TIERS)
+        if self.gradients != self.optimizer:
+            raise ConfigError(
+                f"offload.gradients={self.gradients!r}, but offload.optimizer={self.optimizer!r}: "
+                "gradients lie where the optimizer runs. Give both the same"
+            )
+        if self.parameters == "host" and self.optimizer != "host":
+            raise ConfigError(
+                'offload.parameters="host", but offload.optimizer="device": what is updated on the '
+                'device has its values there. Say optimizer="host", gradients="host" too'
+            )
+        if isinstance(self.fraction, bool) or not 0 <= self.fraction <= 1:
+            raise ConfigError(f"offload.fraction={self.fraction}: give a share, from 0 to 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything `shard` can be told. Only `stage` is worth a thought at first.
 
@@ -115,6 +152,8 @@ class Config:
         so that no gradient is kept; optimizer.step() then only completes the step. max_grad_norm
         clips by the norm of the step before; with "two-pass" by the step's own: then
         optimizer.step(closure) runs the closure twice. See docs/memory-lean.md.
+    offload: an `Offload`, or "cpu" for optimizer states and gradients in host memory; None keeps
+        all on the device. See docs/offload.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -135,6 +174,7 @@ class Config:
     max_grad_norm: float | None = None
     step_in_backward: bool | str = False
     whole_parameters: bool = False
+    offload: Offload | str | None = None
     saved_tensors: str = "auto"
     stall_seconds: float | None = 30.0
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
@@ -149,6 +189,10 @@ class Config:
         if isinstance(self.precision, str):
             _check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))
+        if isinstance(self.offload, str):
+            _check_choice("offload", self.offload, ("cpu",))
+            offload = Offload(optimizer="host", gradients="host")
+            object.__setattr__(self, "offload", offload)
         if self.units is not None:
             object.__setattr__(self, "units", _names("units", self.units))
         object.__setattr__(self, "keep_gathered", _names("keep_gathered", self.keep_gathered))
@@ -179,11 +223,14 @@ class Config:
 
         `sinks` are code, so no file can have them.
         """
-        own = _toml_lines(self, leave_out=("stage", "precision", "sinks"))
-        precision = _toml_lines(self.precision_policy)
-        if precision:
-            precision = ["", "[precision]", *precision]
-        return "\n".join([f"stage = {json.dumps(self.stage)}", *own, *precision]) + "\n"
+        own = _toml_lines(self, leave_out=("stage", "sinks", *_POLICIES))
+        tables: list[str] = []
+        for name, kind in _POLICIES.items():
+            policy = getattr(self, name)
+            lines = _toml_lines(policy) if isinstance(policy, kind) else []
+            if lines:
+                tables += ["", f"[{name}]", *lines]
+        return "\n".join([f"stage = {json.dumps(self.stage)}", *own, *tables]) + "\n"
 
     @classmethod
     def from_toml(cls, source: str | Path) -> Config:
@@ -206,13 +253,15 @@ class Config:
         for key, value in settings.items():
             if isinstance(value, list):
                 settings[key] = tuple(value)
-        precision = settings.get("precision")
-        if isinstance(precision, dict):
-            known = [item.name for item in fields(Precision)]
-            for key in precision:
+        for policy, kind in _POLICIES.items():
+            table = settings.get(policy)
+            if not isinstance(table, dict):
+                continue
+            known = [item.name for item in fields(kind)]
+            for key in table:
                 if key not in known:
-                    raise unknown_setting(f"precision.{key}", [f"precision.{one}" for one in known])
-            settings["precision"] = Precision(**precision)
+                    raise unknown_setting(f"{policy}.{key}", [f"{policy}.{one}" for one in known])
+            settings[policy] = kind(**table)
         return cls.make(None, settings, name)
 
     def origin_of(self, name: str) -> str:
@@ -268,7 +317,11 @@ class Config:
         return made
 
 
-def _settings_of(record: type[Config | Precision]) -> dict[str, Field[Any]]:
+# The settings that are records of their own, and tables in TOML.
+_POLICIES: dict[str, type[Precision | Offload]] = {"precision": Precision, "offload": Offload}
+
+
+def _settings_of(record: type[Config | Offload | Precision]) -> dict[str, Field[Any]]:
     """The settings of a policy."""
     return {item.name: item for item in fields(record) if item.init}
 
@@ -289,7 +342,7 @@ def _check_memory(config: Config) -> None:
         )
 
 
-def _changed(record: Config | Precision) -> list[tuple[str, Any]]:
+def _changed(record: Config | Offload | Precision) -> list[tuple[str, Any]]:
     """The fields of a policy that differ from their defaults."""
     return [
         (name, getattr(record, name))
@@ -298,7 +351,7 @@ def _changed(record: Config | Precision) -> list[tuple[str, Any]]:
     ]
 
 
-def _toml_lines(record: Config | Precision, leave_out: tuple[str, ...] = ()) -> list[str]:
+def _toml_lines(record: Config | Offload | Precision, leave_out: tuple[str, ...] = ()) -> list[str]:
     # JSON writes strings, numbers, booleans and lists as TOML does.
     return [
         f"{name} = {json.dumps(value)}" for name, value in _changed(record) if name not in leave_out

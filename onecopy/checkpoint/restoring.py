@@ -231,12 +231,12 @@ def _memory_for(
     """
     owners_of_one = num_owners(torch.empty(1))
     is_alone = is_cut_state(unit, index, present) and num_owners(present) == owners_of_one
-    if is_alone and present.dtype == dtype and present.device == unit.flat.device:
+    if is_alone and present.dtype == dtype and present.device == unit.slice.device:
         flat = unit.slice.from_piece(index, present.detach())
         is_its_own = flat.untyped_storage().data_ptr() == present.untyped_storage().data_ptr()
         if is_its_own and flat.is_contiguous():
             return flat, present
-    flat = torch.empty(unit.slice.place_of(index).numel, dtype=dtype, device=unit.flat.device)
+    flat = torch.empty(unit.slice.place_of(index).numel, dtype=dtype, device=unit.slice.device)
     return flat, unit.slice.as_piece(index, flat)
 
 

@@ -63,13 +63,10 @@ def agree_by_hand(
         )
     flag = torch.zeros((), device=parts[0][0].units[0].flat.device) + found
     if scale is not None:
-        inverse = scale.double().reciprocal().float().to(flag.device)
+        inverse = scale.double().reciprocal().float()
         for _, of_model in parts:
             for gradients in of_model:
-                pieces = [piece.grad for piece in gradients.unit.slice.pieces.values()]
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    [gradient for gradient in pieces if gradient is not None], flag, inverse
-                )
+                flag += _unscale(gradients, inverse).to(flag.device)
     for engine, _ in parts:
         flag = engine.collectives.sum_of(flag, maximum=True, what="overflow")
     record = _record(optimizer)
@@ -78,6 +75,15 @@ def agree_by_hand(
     # Unscaled: fused optimizers would do it again.
     optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
     return bool(flag)
+
+
+def _unscale(gradients: Gradients, inverse: torch.Tensor) -> torch.Tensor:
+    """Multiply the owned means of a unit; 0-d, above 0 where one is not finite."""
+    owned = gradients.unit.slice
+    found = torch.zeros((), device=owned.device)
+    means = [piece.grad for piece in owned.pieces.values() if piece.grad is not None]
+    torch._amp_foreach_non_finite_check_and_unscale_(means, found, inverse.to(owned.device))
+    return found
 
 
 def _record(optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:

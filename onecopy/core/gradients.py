@@ -26,6 +26,7 @@ from onecopy.memory import buffers
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives, Pending
     from onecopy.core.loss_scale import LossScale
+    from onecopy.core.offload import Arriving
     from onecopy.core.stages import Stage
     from onecopy.core.unit import Unit
 
@@ -76,6 +77,9 @@ class Gradients:
         # Which this rank has brought to no reduce of the running backward.
         self._absent = self._all
         self._pending: Pending | None = None
+        # Where gradients are offloaded: a mean on its way to host memory, and its flags.
+        self._lane = unit.slice.lane
+        self._arriving: tuple[Arriving, list[bool] | None] | None = None
         self._unit_flag: torch.Tensor | None = None
         self._own_flag = False
         self._flag_is_wanted = False
@@ -216,6 +220,8 @@ class Gradients:
     def finish_reduce(self, *, keep: bool = True) -> None:
         """Wait for the reduce, if one is under way, and add its mean to the owned slice.
 
+        Where gradients are offloaded, `settle` does the latter.
+
         Args:
             keep: False drops the result (after an exception).
         """
@@ -232,14 +238,31 @@ class Gradients:
         if self._flag_is_wanted:
             self._unit_flag = result[-1].clone()
         if keep and self._owned:
-            if self._loss_scale is not None and self.found_inf is not None:
-                pieces = result.split_with_sizes(self._split_sizes)[1::2]
-                self._loss_scale.unscale(pieces, self.found_inf)
             flags = None
             if not complete:
                 own = [place.index in present for place, _ in self._owned]
                 flags = self._collectives.read(result[self._slice_numel :][: len(own)], own)
-            self._accumulate(result, flags)
+            if self._lane is None:
+                self._take(result, flags)
+                return
+            self.settle()
+            owned = result[: self._slice_numel]
+            self._arriving = self._lane.down(owned, self.buffer.dtype, self.unit.name), flags
+
+    def settle(self) -> None:
+        """Add what has arrived in host memory to the owned slice there."""
+        if self._arriving is None:
+            return
+        (arriving, flags), self._arriving = self._arriving, None
+        result = torch.zeros(self._stride, dtype=self._sum_dtype, device=self.unit.slice.device)
+        result[: self._slice_numel] = arriving.wait()
+        self._take(result, flags)
+
+    def _take(self, result: torch.Tensor, flags: list[bool] | None) -> None:
+        if self._loss_scale is not None and self.found_inf is not None:
+            pieces = result.split_with_sizes(self._split_sizes)[1::2]
+            self._loss_scale.unscale(pieces, self.found_inf)
+        self._accumulate(result, flags)
 
     def read_unit_flag(self) -> bool:
         """Whether any rank had set the flag of the last reduce (waits for an accelerator)."""
@@ -260,6 +283,7 @@ class Gradients:
         self._carried.clear()
         self._arrived.clear()
         self.carry = None
+        self._arriving = None
         self._free_buffer()
         if not keep_means:
             for piece in self.unit.slice.pieces.values():
@@ -269,7 +293,7 @@ class Gradients:
     def scale_by(self, loss_scale: LossScale) -> None:
         """From now on what is reduced is this many times too large."""
         self._loss_scale = loss_scale
-        self.found_inf = torch.zeros((), device=self.buffer.device)
+        self.found_inf = torch.zeros((), device=self.unit.slice.device)
 
     def forget_overflow(self) -> None:
         """The gradients that were not finite are gone."""

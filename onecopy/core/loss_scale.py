@@ -217,7 +217,8 @@ def agree_on_overflow(parts: Sequence[tuple[Engine, Sequence[Gradients]]]) -> bo
 
 def _any_rank_overflowed(engine: Engine, gradients: Sequence[Gradients]) -> bool:
     found = [one.found_inf for one in gradients if one.found_inf is not None]
-    flag = torch.stack([torch.zeros((), device=engine.units[0].flat.device), *found]).amax()
+    device = engine.units[0].flat.device
+    flag = torch.stack([torch.zeros((), device=device), *(one.to(device) for one in found)]).amax()
     flag = engine.collectives.sum_of(flag, maximum=True, what="overflow")
     return engine.collectives.read(flag.view(1), [False])[0]
 

@@ -141,7 +141,7 @@ def _placed(name: str, value: Any, unit: Unit, number: int) -> Any:
             "model inside onecopy.init_sharded(), or make the optimizer after onecopy.shard(model) "
             "and attach it by onecopy.shard(model, optimizer)"
         )
-    return value.to(unit.flat.device) if value.dim() else value
+    return value.to(unit.slice.device) if value.dim() else value
 
 
 def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.core.owned_gradient import OwnedGradient
+from onecopy.core.precision import map_tensors
 from onecopy.core.whole_gradients import WholeGradients
 from onecopy.errors import ShardingError
 
@@ -148,7 +149,7 @@ class OwnedGradients:
             stand_in.part = unit.flat.new_zeros(0 if piece is None else piece.numel())
         else:
             part = unit.slice.from_piece(index, piece.grad)
-            stand_in.part = part.to(unit.flat.dtype, copy=True)
+            stand_in.part = part.to(unit.flat.device, unit.flat.dtype, copy=True)
         self._stand_ins[number] = OwnedGradient(self, number, self._parameters[number])
 
     def is_cleared(self, stand_in: OwnedGradient) -> bool:
@@ -241,7 +242,7 @@ class OwnedGradients:
         piece = self._pieces[number]
         if piece is not None:
             part = unit.slice.as_piece(index, unit.slice.own_part(index, gradient))
-            piece.grad = part.to(unit.dtypes.gradient, copy=True)
+            piece.grad = part.to(piece.device, unit.dtypes.gradient, copy=True)
         self._parameters[number].grad = self._stand_ins[number]
         self._shown[number] = None
         self._present.add(number)
@@ -324,9 +325,8 @@ class OwnedGradients:
         grads = [piece.grad for piece in pieces if piece is not None]
         if unit is None:
             self._wholes.change(lambda whole: whole.mul_(factor))
-        present = [grad for grad in grads if grad is not None]
-        if present:
-            torch._foreach_mul_(present, factor)
+        for device, present in _by_device([grad for grad in grads if grad is not None]).items():
+            torch._foreach_mul_(present, factor.to(device))
 
     def change(
         self, number: int, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -340,6 +340,8 @@ class OwnedGradients:
             place = (self._units[number], self._indices[number])
             self._wholes.change(lambda whole: function(whole, *args, **kwargs), place)
             if piece is not None and piece.grad is not None:
+                device = piece.grad.device
+                args, kwargs = map_tensors((args, kwargs), lambda one: one.to(device))
                 function(piece.grad, *args, **kwargs)
 
     def norms(self, order: float) -> torch.Tensor:
@@ -384,7 +386,7 @@ class OwnedGradients:
         ]
         if grads:
             norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=local.dtype)
-            values = torch.stack([norm.to(local.dtype) for norm in norms])
+            values = torch.stack([norm.to(local) for norm in norms])
             is_inf = order == float("inf")
             local[[number for number, _ in grads]] = values if is_inf else values**order
         return local
@@ -396,3 +398,11 @@ class OwnedGradients:
                 "the parameters with them. To clip say max_grad_norm=... at shard, which clips by "
                 'the norm of the step before, or step_in_backward="two-pass" with it'
             )
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Gradients of offloaded units lie in host memory, those of others on the device."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for one in tensors:
+        found.setdefault(one.device, []).append(one)
+    return found

@@ -4,7 +4,9 @@ Tensor roles (s elements in this rank's slice):
     own     (s,) compute dtype; the part of the unit's flat buffer that this rank owns
     master  (s,) master dtype; the same memory as `own` where the flat buffer stays and the dtypes
             are equal; where it is split, `own` and a remainder hold its values until somebody wants
-            them
+            them; where states are offloaded, in host memory
+    kept    (s,) compute dtype; where they are and the flat buffer is released: the values on the
+            device, which gathers send
     pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
             the parameter where the layout keeps parameters whole
 """
@@ -19,12 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core.offload import HOST
 from onecopy.core.split import SplitMaster
 from onecopy.core.views import view_of
 
 if TYPE_CHECKING:
     from onecopy.comm.groups import Groups
     from onecopy.core.layout import Layout, Piece
+    from onecopy.core.offload import HostLane, Placement
 
 __all__ = ["OwnedSlice"]
 
@@ -60,6 +64,12 @@ class OwnedSlice:
         self._master = master
         self._views = views
         self._split: SplitMaster | None = None
+        self._placement: Placement | None = None
+        self._kept: torch.Tensor | None = None
+        # The device has not had the master's values since somebody may have changed them; whether
+        # it keeps them at all.
+        self._is_stale = False
+        self._stays = True
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(self._part(piece), requires_grad=trainable[piece.index])
             for piece in layout.pieces(self.rank)
@@ -82,7 +92,31 @@ class OwnedSlice:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What holds the master, as it is now."""
-        return (self._master,) if self._split is None else (self._master, *self._split.tensors)
+        found = (self._master,) if self._kept is None else (self._master, self._kept)
+        return found if self._split is None else (*found, *self._split.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the master lies, and with it gradients and optimizer states."""
+        return self._master.device
+
+    def offload(self, placement: Placement, name: str, *, releases: bool) -> None:
+        """From now on the master lies in host memory.
+
+        Args:
+            name: of the unit.
+            releases: the flat buffer does not keep the values.
+        """
+        self._placement, self._name = placement, name
+        self._stays = not releases or placement.keeps_values
+        if releases and placement.keeps_values:
+            self._kept = self._master.to(self.own.dtype)
+        self._take_master(torch.empty_like(self._master, device=HOST).copy_(self._master))
+
+    @property
+    def lane(self) -> HostLane | None:
+        """What moves gradients and values; None where the master lies on the device."""
+        return None if self._placement is None else self._placement.lane
 
     def begin_split(self) -> None:
         """From now on the master is kept as the bf16 slice and a remainder."""
@@ -96,6 +130,7 @@ class OwnedSlice:
 
     def join_master(self) -> None:
         """Before the master is looked at or changed."""
+        self._is_stale = True
         if self._split is not None:
             self._split.join()
 
@@ -115,20 +150,34 @@ class OwnedSlice:
 
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the master in another dtype; pieces stay who they are."""
-        if dtype == self._master.dtype:
-            return
-        self._master = self._master.to(dtype)
+        if dtype != self._master.dtype:
+            self._take_master(self._master.to(dtype))
+
+    def _take_master(self, master: torch.Tensor) -> None:
+        self._master = master
         for place in self._layout.pieces(self.rank):
             self.pieces[place.index].data = self._part(place)
 
     def rounded(self) -> torch.Tensor:
         """(s,) the values in the compute dtype; in the flat buffer where that is kept."""
+        if self._placement is not None:
+            if not self._stays:
+                self._placement.lane.up(self.own, self._master, self._name)
+            self.send_up()
+            return self.own if self._kept is None else self._kept
         if self._split is not None:
             self._split.split()
             return self.own
         if self._master.dtype != self.own.dtype:
             return self.own.copy_(self._master)
         return self._master
+
+    def send_up(self) -> None:
+        """Where the master is in host memory: let the device have its values, if it keeps them."""
+        if self._placement is not None and self._stays and self._is_stale:
+            values = self.own if self._kept is None else self._kept
+            self._placement.lane.up(values, self._master, self._name)
+            self._is_stale = False
 
     @property
     def has_own_values(self) -> bool:
@@ -140,7 +189,7 @@ class OwnedSlice:
     def has_changed(self) -> bool:
         """Whether the flat buffer's values are not what the master rounds to."""
         rounded = self._master.to(self.own.dtype)
-        return self.has_own_values and not torch.equal(self.own, rounded)
+        return self.has_own_values and not torch.equal(self.own.to(self.device), rounded)
 
     def take_values(self) -> None:
         """Make the master hold the values of the flat buffer.
@@ -150,10 +199,10 @@ class OwnedSlice:
         """
         if not self.has_own_values:
             return
-        master = self._master
-        changed = self.own != master.to(self.own.dtype)
-        values = self.own.to(master.dtype)
-        master.copy_(torch.where(changed, values, master))
+        master, own = self._master, self.own.to(self.device)
+        changed = own != master.to(own.dtype)
+        master.copy_(torch.where(changed, own.to(master.dtype), master))
+        self._is_stale = True
 
     def load(self, index: int, value: torch.Tensor) -> None:
         """Give the piece of parameter `index` values that were loaded into it, unrounded.

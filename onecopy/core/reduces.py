@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Reduces"]
 
+# Means that are on their way to host memory at a time: one travels while the next is reduced.
+MOST_ARRIVING = 2
+
 
 class Reduces:
     """See the module's docstring.
@@ -46,6 +49,8 @@ class Reduces:
         # The parameters without a gradient of this rank's, as last told to the others.
         self._told: frozenset[tuple[int, int]] = frozenset()
         self._in_flight: deque[Gradients] = deque()
+        # Reduced, and on their way to host memory.
+        self._arriving: deque[Gradients] = deque()
 
     def begin(self) -> None:
         """A backward begins whose gradients are reduced in it, or later."""
@@ -111,6 +116,7 @@ class Reduces:
         self._finish_all()
         if order and order[-1].read_unit_flag():
             self._exchange_news(late)
+        self._settle()
         self.done.clear()
 
     def drop(self, num_launched: int, kept: Collection[int]) -> None:
@@ -125,6 +131,7 @@ class Reduces:
         while self._in_flight:
             gradients = self._in_flight.popleft()
             self._finish(gradients, keep=gradients.unit.number in kept)
+        self._settle()
 
     # Details ----------------------------------------------------------------------------------
 
@@ -142,12 +149,20 @@ class Reduces:
 
     def _finish(self, gradients: Gradients, *, keep: bool = True) -> None:
         gradients.finish_reduce(keep=keep)
+        self._arriving.append(gradients)
         if self._stepper is not None and keep:
+            self._settle()
             self._stepper.reduced(gradients, is_done=gradients.unit in self.done)
+        self._settle(MOST_ARRIVING)
 
     def _finish_all(self) -> None:
         while self._in_flight:
             self._finish(self._in_flight.popleft())
+
+    def _settle(self, but: int = 0) -> None:
+        """Take what has arrived in host memory; the last `but` may still be on their way."""
+        while len(self._arriving) > but:
+            self._arriving.popleft().settle()
 
     def _absent_here(self) -> frozenset[tuple[int, int]]:
         """The parameters, by unit and number there, that have no gradient of this rank's."""

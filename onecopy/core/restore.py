@@ -65,9 +65,17 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
             parts = [part[number] for part in everyone if number in part]
             if parts:
                 # Where no parameter is cut there is one part, in the shapes it had.
-                is_whole = unit.layout.is_whole
-                whole[id(parameter)] = _assemble(parameter, parts, is_whole=is_whole)
+                state = _assemble(parameter, parts, is_whole=unit.layout.is_whole)
+                # Back to where the optimizer steps now; counters stay where it had them.
+                whole[id(parameter)] = {
+                    name: value.to(parameter.device) if _is_cut(value) else value
+                    for name, value in state.items()
+                }
     return whole
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _pack(value: Any) -> bytes:

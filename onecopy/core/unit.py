@@ -40,6 +40,7 @@ from onecopy.memory import buffers
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives, Pending
     from onecopy.core.backward import Call
+    from onecopy.core.offload import Placement
     from onecopy.core.precision import Dtypes
     from onecopy.core.stages import Stage
 
@@ -67,6 +68,7 @@ class UnitSpec:
     is_whole: no parameter may be cut, for the sake of the optimizer.
     owners: where no parameter may be cut, the slice that holds each, once assigned.
     stays: parameters stay gathered at every stage.
+    placement: where states lie that are offloaded; None keeps all on the device.
     """
 
     name: str
@@ -78,6 +80,7 @@ class UnitSpec:
     is_whole: bool = False
     owners: tuple[int, ...] | None = None
     stays: bool = False
+    placement: Placement | None = None
 
 
 class Unit:
@@ -154,7 +157,8 @@ class Unit:
         self.slice = OwnedSlice(
             self.layout, groups, own, own if of_slice is None else of_slice, self._views, trainable
         )
-        self._begin_split()
+        self._placement = spec.placement
+        self._place_master(is_trained=spec.trainable)
 
     def _values(
         self, device: torch.device, low: int, high: int
@@ -179,8 +183,14 @@ class Unit:
         buffers.free(source)
         return flat, master
 
-    def _begin_split(self) -> None:
-        if self.dtypes.splits_master and not self._stage.releases:
+    def _place_master(self, *, is_trained: bool) -> None:
+        """Give the master the form and the place in which it is kept."""
+        placement = self._placement
+        if placement is not None:
+            # What is frozen has nothing to step: it may only be offloaded as a parameter.
+            if is_trained or not placement.keeps_values:
+                self.slice.offload(placement, self.name, releases=self._stage.releases)
+        elif self.dtypes.splits_master and not self._stage.releases:
             self.slice.begin_split()
 
     def unfreeze(self, dtypes: Dtypes) -> Gradients:
@@ -193,7 +203,7 @@ class Unit:
         self.dtypes = dtypes
         for index, piece in self.slice.pieces.items():
             piece.requires_grad_(self.parameters[index].requires_grad)
-        self._begin_split()
+        self._place_master(is_trained=True)
         self.gradients = Gradients(self, self._collectives, self._stage)
         return self.gradients
 
@@ -205,7 +215,8 @@ class Unit:
     @property
     def steps_alone(self) -> bool:
         """What an optimizer needs of this unit is made for its step and given back after it."""
-        return self.slice.is_split or self.dtypes.gradient != self.dtypes.master
+        is_apart = self.slice.is_split or self.slice.lane is not None
+        return is_apart or self.dtypes.gradient != self.dtypes.master
 
     def _first_values(self, device: torch.device) -> torch.Tensor | None:
         """The whole flat buffer in master precision, as the first rank has it.
@@ -388,7 +399,9 @@ class Unit:
         self.take_values()
         whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
         numels = self.layout.slice_numels
-        self._collectives.gather(whole, self.slice.master, numels, self.number).finish()
+        self._collectives.gather(
+            whole, self.slice.master.to(whole.device), numels, self.number
+        ).finish()
         return whole
 
     def load_master(self, index: int, value: torch.Tensor) -> None:
@@ -440,6 +453,7 @@ class Unit:
             sum(piece.numel for piece in self.layout.pieces(rank) if piece.index == index)
             for rank in range(self.layout.num_slices)
         ]
+        own = own.to(self.flat.device)
         whole = own.new_empty(self.parameters[index].numel())
         self._collectives.gather(whole, own, numels, self.number).finish()
         return view_of(whole, 0, self._views[index])

@@ -53,6 +53,8 @@ class UnitSteps:
         with unit.gradients.in_master_dtype():
             self._run_alone(pieces)
         unit.slice.split_master()
+        # Travels while the next unit is updated.
+        unit.slice.send_up()
 
     def hide(self, units: Iterable[Unit]) -> None:
         """Put the gradients of units that have been updated out of the optimizer's sight."""

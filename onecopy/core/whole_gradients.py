@@ -165,7 +165,9 @@ def _write(unit: Unit, index: int, values: torch.Tensor, changed: torch.Tensor) 
     piece = unit.slice.pieces[index]
     if piece.grad is None:
         if changed.any():
-            piece.grad = unit.slice.as_piece(index, values.to(unit.dtypes.gradient, copy=True))
+            values = values.to(unit.slice.device, unit.dtypes.gradient, copy=True)
+            piece.grad = unit.slice.as_piece(index, values)
         return
     values, changed = unit.slice.as_piece(index, values), unit.slice.as_piece(index, changed)
-    piece.grad.copy_(torch.where(changed, values.to(piece.grad.dtype), piece.grad))
+    changed = changed.to(piece.grad.device)
+    piece.grad.copy_(torch.where(changed, values.to(piece.grad), piece.grad))

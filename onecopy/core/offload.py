@@ -1,0 +1,142 @@
+"""States in host memory: what of a unit lies there, and the copies that this takes.
+
+The optimizer's work is O(M) for M parameters, that of forward and backward O(M B): so masters,
+optimizer states and owned gradients may lie in host memory, and the optimizer run there. What has
+to travel is the least of all ways to cut the states between two memories: each owned gradient down
+once a backward, each updated value up once a step, both in the dtypes that they have on the wire.
+
+Source: ZeRO-Offload (Ren et al. 2021), sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from onecopy.config import Offload
+from onecopy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onecopy.config import Config
+    from onecopy.core.unit import UnitSpec
+    from onecopy.events import Events
+
+__all__ = ["Arriving", "HostLane", "Placement", "place_units"]
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the states of a unit lie that has some of them in host memory.
+
+    lane: what moves them.
+    keeps_values: the device keeps what this rank owns of the parameters, too; else each gather
+        brings them up.
+    """
+
+    lane: HostLane
+    keeps_values: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A copy on its way to host memory."""
+
+    values: torch.Tensor
+    event: torch.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """The values, when they are there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values
+
+
+class HostLane:
+    """Copies between the device of one model and host memory, reported as events.
+
+    To and from an accelerator they go through pinned memory, on a stream of their own. Without one
+    the host's part of the states lies in other memory all the same, and is really copied.
+    """
+
+    def __init__(self, device: torch.device, events: Events) -> None:
+        self._events = events
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    def up(self, target: torch.Tensor, source: torch.Tensor, unit: str) -> None:
+        """Copy host values to the device, rounded to the dtype there before they travel."""
+        if self._stream is None:
+            target.copy_(source)
+        else:
+            staged = self._staging(source.numel(), target.dtype).copy_(source)
+            stream = self._wait_for_compute()
+            with stream:
+                target.copy_(staged, non_blocking=True)
+            torch.accelerator.current_stream(self._device).wait_stream(stream)
+        self._events.emit("swap", unit, num_bytes=target.nbytes, what="up")
+
+    def down(self, source: torch.Tensor, dtype: torch.dtype, unit: str) -> Arriving:
+        """Copy values of the device to host memory, rounded to `dtype` before they travel."""
+        if self._stream is None:
+            arriving = Arriving(source.to(dtype, copy=True), None)
+        else:
+            staged = self._staging(source.numel(), dtype)
+            stream = self._wait_for_compute()
+            with stream:
+                staged.copy_(source.to(dtype), non_blocking=True)
+                arriving = Arriving(staged, stream.record_event())
+            source.record_stream(stream)
+        self._events.emit("swap", unit, num_bytes=arriving.values.nbytes, what="down")
+        return arriving
+
+    def _staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # torch keeps pinned blocks, and gives none again that a copy still reads.
+        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
+
+    def _wait_for_compute(self) -> torch.Stream:
+        assert self._stream is not None, "only accelerators have streams"
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return self._stream
+
+
+def place_units(
+    specs: Sequence[UnitSpec], config: Config, *, releases: bool, events: Events
+) -> list[UnitSpec]:
+    """The same units, the first ones with states in host memory, as far as `config` wants it.
+
+    Raises:
+        ConfigError: what the device keeps whole cannot lie in host memory, or is kept in two parts.
+    """
+    offload = config.offload
+    if not isinstance(offload, Offload) or offload.optimizer == "device":
+        return list(specs)
+    if offload.parameters == "host" and not releases:
+        raise ConfigError(
+            f'Offload(parameters="host") at stage {config.stage}, where every rank keeps whole '
+            "parameters to compute with: say stage=3, or leave parameters on the device"
+        )
+    if any(spec.dtypes.splits_master for spec in specs):
+        raise ConfigError(
+            'offload and precision.master="bf16+16": that keeps half of each master in the '
+            "parameters, on the device. Leave one of both out"
+        )
+    lane = HostLane(specs[0].device, events)
+    placement = Placement(lane=lane, keeps_values=offload.parameters == "device")
+    return list(_first_of(specs, offload.fraction, placement))
+
+
+def _first_of(
+    specs: Sequence[UnitSpec], fraction: float, placement: Placement
+) -> Iterable[UnitSpec]:
+    numels = [sum(one.numel() for _, one in spec.parameters) for spec in specs]
+    before, total = 0, sum(numels)
+    for spec, numel in zip(specs, numels, strict=True):
+        # The part of a unit that would cross the border stays on the device.
+        is_chosen = before + numel <= fraction * total
+        before += numel
+        yield replace(spec, placement=placement) if is_chosen else spec
