@@ -422,7 +422,7 @@ def _shard_one(
         for buffer in model.buffers():
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
-        releases = STAGES[config.stage].releases
+        releases = STAGES[config.stage_number].releases
         specs = place_units(specs, config, releases=releases, events=events)
         sources = build.sources_of(model)
         engine = Engine(model, specs, config, collectives)

@@ -98,6 +98,7 @@ TORCH_OWN = {
     "adamax": torch.optim.Adamax,
     "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.5),
 }
+HALF = onecopy.Offload(optimizer="host", gradients="host", fraction=0.5)
 MODES = {
     "bf16": Mode(settings={"precision": "bf16"}),
     "split": Mode(settings={"precision": BF16(master="bf16+16")}),
@@ -114,6 +115,8 @@ MODES = {
     "fp16": Mode("mlp", settings={"precision": "fp16"}, factor=300.0),
     "clipped": Mode("convgn", settings={"max_grad_norm": 0.1}),
     "in_backward": Mode(settings={"step_in_backward": True, "max_grad_norm": 0.1}),
+    "offloaded": Mode("tied", settings={"offload": "cpu", "precision": "bf16"}, backwards=2),
+    "half_offloaded": Mode("tied", MATRIX["muon"], {"offload": HALF}),
     "two_pass": Mode(settings={"step_in_backward": "two-pass", "max_grad_norm": 0.1}, closure=True),
     "keep_gathered": Mode(settings={"keep_gathered": ("tokens", "blocks.1")}, backwards=2),
     "lion": Mode("tied", one(Lion)),

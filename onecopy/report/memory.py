@@ -41,19 +41,33 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         parameters=_bytes(parameters),
         gradients=_bytes(gradients),
         optimizer=0 if optimizer is None else of_optimizer(optimizer),
+        host=_on_host(engine, optimizer),
     )
+
+
+def _on_host(engine: Engine, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the states that are offloaded."""
+    units = [unit for unit in engine.units if unit.slice.lane is not None]
+    tensors: list[torch.Tensor | None] = []
+    for unit in units:
+        # The values that the device keeps beside it stay there.
+        tensors.append(unit.slice.tensors[0])
+        if unit.gradients is not None:
+            tensors.append(unit.gradients.mean)
+        for piece in unit.slice.pieces.values():
+            state = {} if optimizer is None else optimizer.state.get(piece, {})
+            tensors += _tensors_of(state)
+    return _bytes(tensors)
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the states that an optimizer holds on this rank."""
-    states: list[Any] = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        # Step counters are scalars of the optimizer's own, not states of parameters.
-        if isinstance(value, torch.Tensor) and value.dim()
-    ]
-    return _bytes(states)
+    return _bytes([one for state in optimizer.state.values() for one in _tensors_of(state)])
+
+
+def _tensors_of(state: dict[str, Any]) -> list[torch.Tensor | None]:
+    # Step counters are scalars of the optimizer's own, not states of parameters.
+    return [one for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
 
 
 def padded_numel(model: nn.Module) -> int:

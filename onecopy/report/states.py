@@ -9,13 +9,22 @@ __all__ = ["StateBytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes of model states on one rank: parameters with their masters, gradients, optimizer."""
+    """Bytes of model states on one rank: parameters with their masters, gradients, optimizer.
+
+    host: how many of all these lie in host memory, where states are offloaded.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of the three, in bytes."""
+        """The sum of the three, in bytes, wherever they lie."""
         return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def device(self) -> int:
+        """What of it lies on the device."""
+        return self.total - self.host

@@ -104,3 +104,42 @@ def test_what_is_kept_in_fewer_bytes() -> None:
     lean = launch(train_lean, world, {"precision": split, "step_in_backward": True})
     for ours, theirs in zip(lean, plain, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def train_offloaded(settings: dict[str, Any]) -> tuple[list[torch.Tensor], set[str]]:
+    """Four steps; whole parameters, and on what kinds of devices masters and states lie."""
+    dist.init_process_group()
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    model = models.build("tied").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    onecopy.shard(model, optimizer, max_grad_norm=0.5, **settings)
+    for step in range(4):
+        for number in range(2):
+            batch = models.batch("tied", step, dist.get_rank(), number)
+            _loss(model, batch, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+    states = [value for one in optimizer.state.values() for value in one.values() if value.dim()]
+    kinds = {tensor.device.type for tensor in [*pieces, *states]}
+    onecopy.unshard(model)
+    values = [parameter.detach().float().cpu() for parameter in model.parameters()]
+    dist.destroy_process_group()
+    return values, kinds
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("parameters", ["device", "host"])
+def test_offload_trains_like_the_device(stage: int, parameters: str) -> None:
+    """fp32, so that only the host's arithmetic differs; every state is on the host."""
+    if parameters == "host" and stage < 3:
+        pytest.skip("parameters stay on the device below stage 3")
+    world = min(4, torch.cuda.device_count())
+    offload = onecopy.Offload(optimizer="host", gradients="host", parameters=parameters)
+    plain = launch(train_offloaded, world, {"stage": stage})
+    offloaded = launch(train_offloaded, world, {"stage": stage, "offload": offload})
+    for (values, kinds), (own_values, own_kinds) in zip(plain, offloaded, strict=True):
+        assert (kinds, own_kinds) == ({"cuda"}, {"cpu"})
+        for one, other in zip(values, own_values, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
