@@ -40,7 +40,8 @@ def test_help_does_not_import_torch() -> None:
     program = (
         "import sys\n"
         "from onecopy import cli\n"
-        "for line in ('--help', 'plan --help', 'train --help', 'train --stag 3'):\n"
+        "helps = ('--help', 'doctor --help', 'plan --help', 'train --help')\n"
+        "for line in (*helps, 'train --stag 3'):\n"
         "    try:\n"
         "        cli.main(line.split())\n"
         "    except SystemExit:\n"

@@ -33,7 +33,7 @@ from onecopy.launcher import local_place
 __all__ = ["MEET", "RankTest", "test_rank"]
 
 MEET, EXCHANGE, CONNECT = "reaching the store", "waiting for the other ranks", "connecting"
-PATIENCE = 1.5  # times the limit
+MARGIN = 5.0  # seconds beyond the limit, in which what waits gives up by itself
 COMPARED = ("onecopy", "python", "torch", "numpy", "safetensors")
 
 
@@ -72,7 +72,7 @@ class RankTest:
         worker = threading.Thread(target=self._work, daemon=True, name="onecopy-doctor-test")
         worker.start()
         # What waits for others gives up by itself after the limit, if all is well.
-        while worker.is_alive() and time.monotonic() - self._last_step < PATIENCE * self._limit:
+        while worker.is_alive() and time.monotonic() - self._last_step < self._limit + MARGIN:
             worker.join(0.1)
         if worker.is_alive():
             waited = time.monotonic() - self._last_step
