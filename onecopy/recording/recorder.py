@@ -206,10 +206,13 @@ class Recorder:
         is_due = now - self._measured > PATIENCE * self._measuring_took
         if not is_due and self._num_ended > ALWAYS_MEASURED and not self._is_close(self._num_ended):
             return found
-        states = [memory.measure(one.model) for one in self._models]
+        only = self._optimizers[0] if len(self._optimizers) == 1 else None
+        states = [memory.measure(one.model, only) for one in self._models]
         found["parameters"] = sum(one.parameters for one in states)
         found["gradients"] = sum(one.gradients for one in states)
         found["optimizer"] = self._optimizer_bytes()
+        if host := sum(one.host for one in states):
+            found["host"] = host
         found |= memory.of_process(self._device)
         self._measured, self._measuring_took = now, time.perf_counter() - now
         return found

@@ -16,6 +16,7 @@ PARTS = {
     "stage": "io",
     "read": "io",
     "checkpoint": "io",
+    "swap": "io",
 }
 # An event is noted a little after what it tells of has ended.
 TOLERANCE = 2e-5
