@@ -130,14 +130,16 @@ class StepRecord:
     split: where the seconds went; one number for each name in `SPLIT`, which sum to `seconds`.
         gather, reduce, refresh, agree: this rank was blocked until such a transfer (or an agreement
         of the ranks) ended. optimizer: within `optimizer.step()`. io: saving and reading files,
-        copies between device and host. compute: all the rest: forward, backward, data, and the loop's own code. On an accelerator
-        these are seconds of the host, which waits for the device only where it must.
+        copies between device and host. compute: all the rest: forward, backward, data, and the
+        loop's own code. On an accelerator these are seconds of the host, which waits for the device
+        only where it must.
     sent: bytes that this rank has sent, by kind of event: gather, reduce, refresh.
     expected: the same by the closed formulas, for the forwards and backwards that this step made.
     memory: bytes by kind: parameters (with masters), gradients, optimizer (model states at the end
         of the step, where they were measured), gathered (whole units at their peak in the step),
         process (allocated on the accelerator, on CPU the resident size), peak (the most of that so
-        far), host (the part of the model states that is offloaded to host memory). Kinds that were not measured in this step are missing.
+        far), host (the part of the model states that is offloaded to host memory). Kinds that were
+        not measured in this step are missing.
     metrics: what was logged; numbers may be nan and infinite.
     """
 
