@@ -105,6 +105,19 @@ def test_speed_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     assert f"{1000 * expected:.3g} ms a step" in words(report(folder))
 
 
+def test_tokens_per_second_of_all_ranks(tmp_path: Path) -> None:
+    """The sum over ranks, in a step as long as on the slowest rank."""
+    folder = Recorded(
+        num_steps=31, metrics=lambda rank, step: {"tokens": 1000 + rank, "loss": 1.0}
+    ).write(tmp_path / "run")
+    both = zip(lines(folder, 0), lines(folder, 1), strict=True)
+    expected = median(2001 / max(one["seconds"], other["seconds"]) for one, other in both)
+    page = report(folder)
+    assert f"{expected / 1000:.1f}k tokens per second" in words(page)
+    titles = [words(one).strip() for one in page.iter(f"{HTML}figcaption")]
+    assert titles == ["loss", "steps per second", "tokens per second, all ranks"]
+
+
 def test_memory_estimated_beside_measured(tmp_path: Path) -> None:
     """Kinds, sum and ratio; the most of any step."""
 

@@ -13,10 +13,10 @@ from statistics import fmean
 
 from onecopy.report import charts, html
 from onecopy.report.html import Cells, escape
-from onecopy.report.summary import Series, Summary
+from onecopy.report.summary import COUNTS, Series, Summary
 from onecopy.report.verdict import number
 
-__all__ = ["DASHES", "Sampled", "rate", "sampled", "section"]
+__all__ = ["DASHES", "Sampled", "sampled", "section"]
 
 POINTS = 240
 MOST_METRICS = 24
@@ -51,24 +51,13 @@ def sampled(series: Series, points: int = POINTS) -> Sampled:
     return found
 
 
-def rate(run: Summary) -> tuple[str, Series] | None:
-    """Steps in a second, a minute or an hour, each as long as on the rank where it took longest."""
-    typical = run.step_seconds
-    if not typical:
-        return None
-    period = next((name for name, size in PERIODS.items() if size / typical >= 1), "hour")
-    values = tuple(
-        (PERIODS[period] / max(ranks) if max(ranks) else math.nan,) for ranks in run.seconds.values
-    )
-    return period, Series("rate", run.seconds.steps, values)
-
-
 def section(runs: Sequence[Summary]) -> str:
     """The curves and the table of everything that was logged."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    shown = names[:MOST_METRICS]
+    drawn = [name for name in names if name not in COUNTS]
+    shown = drawn[:MOST_METRICS]
     plots = [_plot(name, [run.metrics.get(name) for run in runs], runs) for name in shown]
-    plots.insert(1, _rates(runs))
+    plots[1:1] = _rates(runs)
     parts = []
     if len(runs) > 1:
         parts.append(charts.legend({run.name: colour for colour, run in enumerate(runs)}))
@@ -77,9 +66,9 @@ def section(runs: Sequence[Summary]) -> str:
         '<p class="note">Curves are means over ranks and over the steps of a point; bands reach '
         "from the lowest to the highest value of any of them.</p>"
     )
-    if len(names) > len(shown):
+    if len(drawn) > len(shown):
         parts.append(
-            f'<p class="note">{len(names) - len(shown)} more metrics are in the table only.</p>'
+            f'<p class="note">{len(drawn) - len(shown)} more metrics are in the table only.</p>'
         )
     if names:
         head = ["metric", "first", "lowest", "highest", "last", "not a number"]
@@ -88,27 +77,24 @@ def section(runs: Sequence[Summary]) -> str:
     return "\n".join(parts)
 
 
-def _rates(runs: Sequence[Summary]) -> str:
-    found = [rate(run) for run in runs]
-    periods = [one[0] for one in found if one is not None]
-    if not periods:
-        return ""
-    # One unit for all: that of the slowest.
-    period = max(periods, key=lambda name: PERIODS[name])
-    series = [
-        None
-        if one is None
-        else Series(
-            "",
-            one[1].steps,
-            tuple(
-                tuple(value * PERIODS[period] / PERIODS[one[0]] for value in ranks)
-                for ranks in one[1].values
-            ),
-        )
-        for one in found
-    ]
-    return _plot(f"steps per {period}", series, runs)
+def _rates(runs: Sequence[Summary]) -> Iterator[str]:
+    """Steps in a second, a minute or an hour, and what is counted, of all ranks together."""
+    longest = max((run.step_seconds or 0.0 for run in runs), default=0.0)
+    if longest:
+        period = next((name for name, size in PERIODS.items() if size >= longest), "hour")
+        steps = [run.per_second() for run in runs]
+        yield _plot(f"steps per {period}", [_times(one, PERIODS[period]) for one in steps], runs)
+    for name in COUNTS:
+        counted = [run.per_second(name) for run in runs]
+        if any(counted):
+            yield _plot(f"{name} per second, all ranks", counted, runs)
+
+
+def _times(series: Series | None, factor: float) -> Series | None:
+    if series is None:
+        return None
+    values = tuple(tuple(factor * value for value in ranks) for ranks in series.values)
+    return Series(series.name, series.steps, values)
 
 
 def _plot(title: str, series: Sequence[Series | None], runs: Sequence[Summary]) -> str:

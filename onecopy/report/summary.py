@@ -16,13 +16,25 @@ from typing import TypeVar
 
 from onecopy.report.run_folder import SPLIT, RankRun, Run, StepRecord
 
-__all__ = ["MEMORY", "SENT", "WAITS", "RankSummary", "Series", "Summary", "names_of", "summarise"]
+__all__ = [
+    "COUNTS",
+    "MEMORY",
+    "SENT",
+    "WAITS",
+    "RankSummary",
+    "Series",
+    "Summary",
+    "names_of",
+    "summarise",
+]
 
 Record = TypeVar("Record")
 Read = Callable[[StepRecord], float | None]
 # Of a step's seconds: those in which the rank waited for others.
 WAITS = ("gather", "reduce", "refresh", "agree")
 SENT = ("gather", "reduce", "refresh")
+# Metrics of which the sum over ranks per second is of interest.
+COUNTS = ("tokens", "samples")
 STATES = ("parameters", "gradients", "optimizer")
 # Kinds of memory that are both estimated and measured.
 MEMORY = (*STATES, "gathered")
@@ -111,6 +123,24 @@ class Summary:
         """The median step, as long as it took on the rank where it took longest."""
         longest = [max(ranks) for ranks in _steady(self.seconds.values)]
         return median(longest) if longest else None
+
+    def per_second(self, counted: str = "") -> Series | None:
+        """Steps, or what was logged under a name of `COUNTS`, of all ranks together.
+
+        A step takes as long as on the rank where it takes longest. None where it was not logged.
+        """
+        if not self.step_seconds or (counted and counted not in self.metrics):
+            return None
+        longest = {
+            step: max(ranks)
+            for step, ranks in zip(self.seconds.steps, self.seconds.values, strict=True)
+        }
+        logged = self.metrics[counted] if counted else self.seconds
+        values = tuple(
+            ((sum(ranks) if counted else 1.0) / longest[step] if longest[step] else math.nan,)
+            for step, ranks in zip(logged.steps, logged.values, strict=True)
+        )
+        return Series(f"{counted or 'steps'} per second", logged.steps, values)
 
     @cached_property
     def metrics(self) -> dict[str, Series]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from statistics import median
 
 from onecopy.core.stages import STAGES
-from onecopy.report.progress import duration
+from onecopy.report.progress import count, duration
 from onecopy.report.run_folder import ModelRecord
-from onecopy.report.summary import WAITS, Summary
+from onecopy.report.summary import COUNTS, WAITS, Summary
 
 __all__ = ["advice", "number", "percent", "span", "verdict"]
 
@@ -83,7 +84,15 @@ def _loss(run: Summary) -> str:
 
 
 def _speed(run: Summary) -> str:
-    return "" if run.step_seconds is None else f"{span(run.step_seconds)} a step."
+    if run.step_seconds is None:
+        return ""
+    words = [f"{span(run.step_seconds)} a step"]
+    for name in COUNTS:
+        series = run.per_second(name)
+        values = [] if series is None else [value for (value,) in series.values if value == value]
+        if values:
+            words.append(f"{count(median(values))} {name} per second")
+    return f"{', '.join(words)}."
 
 
 def _limit(run: Summary) -> str:
