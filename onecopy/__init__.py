@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onecopy.api import clip_grad_norm_ as clip_grad_norm_
     from onecopy.api import config_of as config_of
+    from onecopy.api import flush as flush
     from onecopy.api import full_parameters as full_parameters
     from onecopy.api import no_sync as no_sync
     from onecopy.api import shard as shard
@@ -43,6 +44,7 @@ _WHERE = {
     "async_save": "onecopy.checkpoint.background",
     "clip_grad_norm_": "onecopy.api",
     "config_of": "onecopy.api",
+    "flush": "onecopy.api",
     "full_parameters": "onecopy.api",
     "export": "onecopy.checkpoint.export",
     "init_sharded": "onecopy.core.build",
@@ -68,6 +70,7 @@ __all__ = [
     "clip_grad_norm_",
     "config_of",
     "export",
+    "flush",
     "full_parameters",
     "init_sharded",
     "join",

@@ -57,7 +57,15 @@ if TYPE_CHECKING:
     from onecopy.memory.host_buffer import HostBuffer
     from onecopy.planner.choose import OptimizerOf
 
-__all__ = ["clip_grad_norm_", "config_of", "full_parameters", "no_sync", "shard", "unshard"]
+__all__ = [
+    "clip_grad_norm_",
+    "config_of",
+    "flush",
+    "full_parameters",
+    "no_sync",
+    "shard",
+    "unshard",
+]
 
 Models = TypeVar("Models", nn.Module, Sequence[nn.Module])
 INSTANCE_METHODS = ("no_sync", "zero_grad", "_apply", "__deepcopy__")
@@ -252,6 +260,20 @@ def config_of(model: nn.Module) -> Config:
     """
     engine: Engine = handle.of(model).engine
     return engine.config
+
+
+def flush(model: nn.Module) -> None:
+    """Bring an update that is still running on the host into the parameters.
+
+    With `Offload(delayed_update=...)` the parameters are one update behind; before an evaluation
+    with the newest ones, call this on all ranks together. Saving, `state_dict()`, `full_parameters`
+    and `unshard` do so by themselves. Without an update under way nothing happens.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    engine: Engine = handle.of(model).engine
+    engine.flush()
 
 
 def clip_grad_norm_(

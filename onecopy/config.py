@@ -100,6 +100,9 @@ class Offload:
         device it is brought up once a step.
     fraction: from 0 to 1, the share of the model whose states these are: its first units. The
         states of the others stay on the device.
+    delayed_update: the optimizer runs while the next forward and backward run, so that gradients
+        are taken one update earlier. True begins after 40 steps; a number is that of the first
+        step whose update is delayed, 1 the very first.
 
     Source: ZeRO-Offload (Ren et al. 2021).
     """
@@ -108,6 +111,7 @@ class Offload:
     gradients: str = "device"
     parameters: str = "device"
     fraction: float = 1.0
+    delayed_update: bool | int = False
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "gradients", "parameters"):
@@ -124,6 +128,27 @@ class Offload:
             )
         if isinstance(self.fraction, bool) or not 0 <= self.fraction <= 1:
             raise ConfigError(f"offload.fraction={self.fraction}: give a share, from 0 to 1")
+        if not isinstance(self.delayed_update, int) or self.delayed_update < self.is_delayed:
+            raise ConfigError(
+                f"offload.delayed_update={self.delayed_update!r}: give True, False, or the number "
+                "of the first step whose update is delayed, 1 or more"
+            )
+        if self.is_delayed and (self.optimizer, self.parameters) != ("host", "device"):
+            raise ConfigError(
+                "offload.delayed_update: the optimizer runs on the host while the device computes "
+                'with the values from before. Say optimizer="host", gradients="host", '
+                'parameters="device"'
+            )
+        if self.is_delayed and self.fraction < 1:
+            raise ConfigError(
+                f"offload.delayed_update and offload.fraction={self.fraction}: some units would be "
+                "updated by gradients of another age than others. Leave one of both out"
+            )
+
+    @property
+    def is_delayed(self) -> bool:
+        """Updates run beside the next forward and backward."""
+        return self.delayed_update is not False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +214,7 @@ class Config:
         if isinstance(self.precision, str):
             _check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))
-        if isinstance(self.offload, str):
-            _check_choice("offload", self.offload, ("cpu",))
-            offload = Offload(optimizer="host", gradients="host")
-            object.__setattr__(self, "offload", offload)
+        self._take_offload()
         if self.units is not None:
             object.__setattr__(self, "units", _names("units", self.units))
         object.__setattr__(self, "keep_gathered", _names("keep_gathered", self.keep_gathered))
@@ -217,6 +239,17 @@ class Config:
                     'step_in_backward="two-pass" measures the gradients in order to clip them: '
                     "give max_grad_norm too, or say step_in_backward=True"
                 )
+
+    def _take_offload(self) -> None:
+        if isinstance(self.offload, str):
+            _check_choice("offload", self.offload, ("cpu",))
+            offload = Offload(optimizer="host", gradients="host")
+            object.__setattr__(self, "offload", offload)
+        if isinstance(self.offload, Offload) and self.offload.is_delayed and self.step_in_backward:
+            raise ConfigError(
+                "offload.delayed_update and step_in_backward: the one updates after the next "
+                "backward, the other within this one. Leave one of both out"
+            )
 
     def to_toml(self) -> str:
         """The stage and the settings that differ from their defaults, as TOML for `from_toml`.

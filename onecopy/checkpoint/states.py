@@ -249,6 +249,7 @@ def settle(named: Named, verb: str) -> None:
             owner.pending_save.settle()
         owner.backward.recover()
         one.engine.recover()
+        one.engine.flush()
         for unit in one.engine.units:
             if unit.state is UnitState.GATHERED:
                 # Also what was written in ways that torch does not count.

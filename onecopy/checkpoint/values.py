@@ -162,6 +162,7 @@ def _module(model: nn.Module) -> Model:
     engine.collectives.agreement.agree("onecopy.export")
     owner.backward.flush()
     engine.recover()
+    engine.flush()
     engine.check_parameters()
     return replace(opened, world=engine.collectives.groups.world, rest=engine.rest)
 

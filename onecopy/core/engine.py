@@ -42,6 +42,7 @@ class Engine:
         loss_scale: where gradients are fp16; see `core/loss_scale.py`.
         used: units in the order of their first use in forward.
         finish_failed_step: set while an optimizer steps; still there if the step raised.
+        updates: bring updates that are under way into the parameters; see delayed.py.
         trainability: a number for each choice of parameters in training that there has been.
         has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
             whether an optimizer has their parameters.
@@ -73,6 +74,7 @@ class Engine:
         self.used: dict[Unit, None] = {}
         self.has_unfrozen = False
         self.finish_failed_step: Callable[[], None] | None = None
+        self.updates: list[Callable[[], None]] = []
         self.trainability = 0
         self._pattern: tuple[bool, ...] = ()
         self._patterns: dict[tuple[bool, ...], int] = {}
@@ -335,6 +337,7 @@ class Engine:
     def begin_hold(self) -> None:
         """See `hold`."""
         if not self._held:
+            self.flush()
             if self.finish_failed_step is not None:
                 self.finish_failed_step()
             if self.stage.releases:
@@ -345,6 +348,11 @@ class Engine:
                 unit.slice.join_master()
             self.schedule.end()
         self._held += 1
+
+    def flush(self) -> None:
+        """Bring updates that are under way into the parameters; all ranks together."""
+        for publish in self.updates:
+            publish()
 
     def recover(self) -> None:
         """A forward or a step begins: no step can still be under way."""

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from onecopy.config import Offload
 from onecopy.core.compiling import not_compiled
+from onecopy.core.delayed import DelayedUpdate
 from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
 from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.core.optimizer_state import register_state_hooks, slice_state
@@ -103,11 +105,18 @@ class Binding:
         # The last step has left everything as it was: gradients had overflowed.
         self.is_skipped = False
         self._began = 0.0
+        self._delayed = self._make_delayed()
+        for engine, _ in engines:
+            engine.updates.append(self.publish)
         self._decides_itself = vars(optimizer).get(LEAVES_TO_OPTIMIZER)
         setattr(optimizer, LEAVES_TO_OPTIMIZER, True)
 
     def remove(self) -> None:
-        """Take the step hooks away."""
+        """Take the step hooks away; nothing is under way."""
+        for engine, _ in self.engines:
+            engine.updates.remove(self.publish)
+        if self._delayed is not None:
+            self._delayed.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -270,10 +279,41 @@ class Binding:
         self._clip()
         for engine in self._behind:
             engine.finish_failed_step = self._make_visible
-        if any(unit.steps_alone for unit in self.units):
+        if self._delayed is not None and self.num_steps >= self._delayed.first_steps:
+            self.publish()
+            self._behind = []
+            pieces = self.unit_steps.with_gradients()
+            for engine, _ in self.engines:
+                engine.owned.hand_over(self.units)
+            self._delayed.start(pieces)
+        elif any(unit.steps_alone for unit in self.units):
             for unit in self.units:
                 self.unit_steps.run(unit)
             self.unit_steps.hide(self.units)
+
+    def _make_delayed(self) -> DelayedUpdate | None:
+        offloads = [engine.config.offload for engine, _ in self.engines]
+        delayed = [one for one in offloads if isinstance(one, Offload) and one.is_delayed]
+        if not delayed:
+            return None
+        if len({repr(one) for one in offloads}) > 1:
+            raise ShardingError(
+                f"the {type(self.optimizer).__name__} updates several models, of which some have "
+                "offload with delayed_update and others not: give all of them the same"
+            )
+        return DelayedUpdate(self.optimizer, delayed[0].delayed_update)
+
+    def publish(self) -> None:
+        """Bring an update that is under way into the parameters; all ranks together."""
+        if self._delayed is None or not self._delayed.is_under_way:
+            return
+        self._delayed.finish()
+        self._show_values(engine for engine, _ in self.engines)
+
+    def join_update(self) -> None:
+        """Wait until an update that is under way has been computed; its states are there then."""
+        if self._delayed is not None:
+            self._delayed.join()
 
     def _have_overflowed(self, *, were_local: bool) -> bool:
         """Whether gradients are too large for this step, on any rank."""
@@ -340,9 +380,13 @@ class Binding:
     def _make_visible(self) -> None:
         """Send new values around; also after a step that raised and may have changed some."""
         self.unit_steps.show()
+        for engine in self._behind:
+            engine.finish_failed_step = None
+        self._show_values(self._behind)
+
+    def _show_values(self, engines: Iterable[Engine]) -> None:
         with torch.no_grad():
-            for engine in self._behind:
-                engine.finish_failed_step = None
+            for engine in engines:
                 units = [unit for unit, owner in self.units.items() if owner is engine]
                 for unit in units:
                     unit.note_update()

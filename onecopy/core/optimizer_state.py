@@ -32,6 +32,9 @@ COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 def register_state_hooks(binding: Binding) -> list[RemovableHandle]:
     """Make the optimizer's state_dict() and load_state_dict() know of ranks; handles to undo it."""
 
+    def before_saving(_: torch.optim.Optimizer) -> None:
+        binding.join_update()
+
     def after_saving(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[TAG] = tag_of(binding)
 
@@ -39,12 +42,14 @@ def register_state_hooks(binding: Binding) -> list[RemovableHandle]:
         _: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any] | None:
         binding.adopt_new_groups()
+        binding.join_update()
         if TAG in state_dict:
             _check_tag(state_dict[TAG], tag_of(binding))
             return None
         return _cut(state_dict, binding)
 
     return [
+        binding.optimizer.register_state_dict_pre_hook(before_saving),
         binding.optimizer.register_state_dict_post_hook(after_saving),
         binding.optimizer.register_load_state_dict_pre_hook(before_loading),
     ]

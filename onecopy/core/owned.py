@@ -66,6 +66,8 @@ class OwnedGradients:
         self._numbers: dict[Unit, list[int]] = {}
         for number, unit in enumerate(self._units):
             self._numbers.setdefault(unit, []).append(number)
+        # Whose gradients an update under way has taken, which may not be added to; see delayed.py.
+        self._handed_over: set[Unit] = set()
         # The gradients were applied in backward. Where they were measured before, as squares of
         # this rank's parts of the norms.
         self._are_applied = False
@@ -122,6 +124,7 @@ class OwnedGradients:
         """
         if self._suspended:
             self.resume()
+        self._handed_over -= self._handed_over if units is None else set(units)
         # What was written into the gradients of others still counts.
         self._wholes.take_writes(uncounted=True)
         self._wholes.drop()
@@ -167,12 +170,26 @@ class OwnedGradients:
         if not self._shown:
             return
         self.settle(uncounted=True)
+        for number in self._shown:
+            if self._units[number] in self._handed_over:
+                raise ShardingError(
+                    f"a backward would add to the gradient of {self.names[number]}, which "
+                    "optimizer.step() has taken: with delayed_update the update that it belongs to "
+                    "is still running. Call optimizer.zero_grad() between a step and the next "
+                    "backward"
+                )
+        self._handed_over.clear()
         self._norms.clear()
         self._wholes.drop()
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._shown:
                 self._parameters[number].grad = None
         self._shown.clear()
+
+    def hand_over(self, units: Iterable[Unit]) -> None:
+        """An update that runs on takes the gradients of these units."""
+        self.settle()
+        self._handed_over |= set(units)
 
     def suspend(self) -> None:
         """A forward begins: compilers, for one, look at the gradients of what it uses."""

@@ -24,6 +24,7 @@ from torch import nn
 from onecopy.core.offload import HOST
 from onecopy.core.split import SplitMaster
 from onecopy.core.views import view_of
+from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     from onecopy.comm.groups import Groups
@@ -39,6 +40,7 @@ class OwnedSlice:
     Attributes:
         own: see the module's docstring.
         pieces: by number of the parameter in the unit.
+        is_in_update: an update under way is changing the master; see delayed.py.
         rank: number of the slice that this rank owns.
     """
 
@@ -70,6 +72,7 @@ class OwnedSlice:
         # it keeps them at all.
         self._is_stale = False
         self._stays = True
+        self.is_in_update = False
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(self._part(piece), requires_grad=trainable[piece.index])
             for piece in layout.pieces(self.rank)
@@ -129,7 +132,16 @@ class OwnedSlice:
         return self._split is not None
 
     def join_master(self) -> None:
-        """Before the master is looked at or changed."""
+        """Before the master is looked at or changed.
+
+        Raises:
+            ShardingError: an update is changing it.
+        """
+        if self.is_in_update:
+            raise ShardingError(
+                f"values of unit {self._name} were asked for, or changed, while they are being "
+                "updated (delayed_update): call onecopy.flush(model) on all ranks before"
+            )
         self._is_stale = True
         if self._split is not None:
             self._split.join()
@@ -182,8 +194,8 @@ class OwnedSlice:
     @property
     def has_own_values(self) -> bool:
         """The flat buffer's values lie beside the master, not in it."""
-        is_split = self._split is not None and not self._split.is_joined
-        return self._master is not self.own and not is_split
+        is_elsewhere = self.is_in_update or (self._split is not None and not self._split.is_joined)
+        return self._master is not self.own and not is_elsewhere
 
     @property
     def has_changed(self) -> bool:
@@ -197,6 +209,8 @@ class OwnedSlice:
         Only elements that differ from the master's rounded value are taken over, so that reading
         and writing back never costs a master its precision.
         """
+        if self.is_in_update:
+            self.join_master()
         if not self.has_own_values:
             return
         master, own = self._master, self.own.to(self.device)

@@ -34,7 +34,10 @@ def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHand
     """Put the hooks on a sharded model; returns their handles."""
     hooks = _StateDictHooks(engine)
     # Partials, since torch marks a hook by an attribute, which a method cannot have.
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle] = [
+        model.register_state_dict_pre_hook(lambda *_: engine.flush()),
+        model.register_load_state_dict_pre_hook(lambda *_: engine.flush()),
+    ]
     for module in model.modules():
         if module._parameters:
             handles += [

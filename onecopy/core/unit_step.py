@@ -10,7 +10,7 @@ hooks, schedulers and counters in param_groups see one step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from onecopy.core.unit import Unit
 
-__all__ = ["UnitSteps"]
+__all__ = ["HOOKS", "UnitSteps", "plain_step"]
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -39,6 +39,14 @@ class UnitSteps:
     def add(self, unit: Unit, group: int, piece: nn.Parameter) -> None:
         """The optimizer has this piece, in this one of its groups."""
         self._pieces.setdefault(unit, {}).setdefault(group, []).append(piece)
+
+    def with_gradients(self) -> dict[Unit, dict[int, list[nn.Parameter]]]:
+        """The pieces by unit and number of their group, of units that have a gradient."""
+        return {
+            unit: groups
+            for unit, groups in self._pieces.items()
+            if any(piece.grad is not None for group in groups.values() for piece in group)
+        }
 
     def run(self, unit: Unit) -> None:
         """Update the pieces of a unit that have a gradient; nothing is sent around yet."""
@@ -75,10 +83,7 @@ class UnitSteps:
         optimizer = self._optimizer
         kept: dict[str, Any] = {name: getattr(optimizer, name) for name in HOOKS}
         groups = optimizer.param_groups
-        step = type(optimizer).step
-        if getattr(step, "hooked", False):
-            # What torch has wrapped into its profiling and its hooks.
-            step = step.__wrapped__  # type: ignore[attr-defined]
+        step = plain_step(optimizer)
         try:
             for name in HOOKS:
                 # A subclass that calls the step of its parent comes to the hooks once more.
@@ -91,3 +96,9 @@ class UnitSteps:
             optimizer.param_groups = groups
             for name, hooks in kept.items():
                 setattr(optimizer, name, hooks)
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of its class, without what torch wraps it into: profiling, and hooks."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__") if getattr(step, "hooked", False) else step  # noqa: B009
