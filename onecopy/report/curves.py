@@ -106,10 +106,11 @@ def _plot(title: str, series: Sequence[Series | None], runs: Sequence[Summary]) 
         if one is not None
         for layer in _layers(one, run.name, colour, is_log)
     ]
-    steps = [step for one in found if one is not None for step in one.steps]
+    # The same for all, though some are logged now and then only.
+    first, last = min(run.steps[0] for run in runs), max(run.steps[-1] for run in runs)
     plot = charts.Plot(
         title=f"{title} over the steps",
-        x=charts.Scale(min(steps), max(*steps, min(steps) + 1), whole=True),
+        x=charts.Scale(first, max(last, first + 1), whole=True),
         y=scale,
         layers=layers,
         height=190,

@@ -37,7 +37,12 @@ def settings_of(run: Summary) -> dict[str, tuple[str, str]]:
 
 
 def written(value: object) -> str:
-    """A setting's value; a word without quotes."""
+    """A setting's value: a word without quotes, of a policy what it says."""
+    if isinstance(value, dict):
+        said = {name: one for name, one in value.items() if one not in (None, [], "")}
+        return ", ".join(f"{name}: {written(one)}" for name, one in said.items()) or "nothing"
+    if isinstance(value, list):
+        return ", ".join(map(written, value)) or "none"
     return value if isinstance(value, str) else repr(value)
 
 

@@ -238,7 +238,7 @@ def _slowest(run: Summary, runs: Sequence[Summary]) -> Iterator[str]:
     name = f"{run.name}: rank" if len(runs) > 1 else "Rank"
     yield (
         f"{name} {slowest.rank} is the slowest: it works {span(slowest.own)} of a step itself, "
-        f"{percent(run.difference)} more than the middle rank, and waits {span(slowest.waiting)}."
+        f"{percent(run.difference)} more than {run.others}, and waits {span(slowest.waiting)}."
     )
 
 

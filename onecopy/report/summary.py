@@ -109,9 +109,9 @@ class Summary:
     ranks: tuple[RankSummary, ...]
 
     @cached_property
-    def steps(self) -> list[int]:
-        """Numbers of the steps that the first of the ranks made."""
-        return [one.step for one in self.run.ranks[0].steps] if self.run.ranks else []
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of the steps that were made."""
+        return self.seconds.steps
 
     @cached_property
     def seconds(self) -> Series:
@@ -187,11 +187,15 @@ class Summary:
 
     @property
     def difference(self) -> float:
-        """By how much the slowest rank's own work is more than that of the middle one."""
-        if len(self.ranks) < 2:
-            return 0.0
-        middle = median(one.own for one in self.ranks)
-        return max(one.own for one in self.ranks) / middle - 1 if middle else 0.0
+        """By how much the slowest rank's own work is more than that of the middle of the others."""
+        own = sorted(one.own for one in self.ranks)
+        middle = median(own[:-1]) if len(own) > 1 else 0.0
+        return own[-1] / middle - 1 if middle else 0.0
+
+    @property
+    def others(self) -> str:
+        """What the slowest rank is compared with, in words."""
+        return "the other rank" if len(self.ranks) == 2 else "the middle rank"
 
     def sent(self) -> tuple[dict[str, float], dict[str, float]]:
         """Bytes of a step on the average rank by kind: measured, and by formula."""

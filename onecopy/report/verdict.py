@@ -138,9 +138,8 @@ def _apart(run: Summary) -> Iterator[str]:
     if slowest is None or run.difference < FAR_APART:
         return
     words = f"Rank {slowest.rank}" + (f" on {slowest.host}" if slowest.host else "")
-    words += (
-        f" works {percent(run.difference)} longer than the middle rank, and the others wait for it"
-    )
+    waits = "which waits" if len(run.ranks) == 2 else "and the others wait"
+    words += f" works {percent(run.difference)} longer than {run.others}, {waits} for it"
     often = _share_as_slowest(run, slowest.rank)
     if often >= OFTEN:
         yield (

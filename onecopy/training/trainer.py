@@ -159,18 +159,19 @@ def _train_steps(
     if not done:
         observer.evaluate(0)
     for step in range(done, options.steps):
-        mean_loss = torch.zeros((), device=device)
+        mean_loss, num_tokens = torch.zeros((), device=device), 0
         for tokens, targets in next(batches):
             loss = model(tokens.to(device), targets.to(device)) / options.accumulate
             loss.backward()
             mean_loss += loss.detach()
+            num_tokens += tokens.numel()
         if options.max_grad_norm:
             onecopy.clip_grad_norm_(model, options.max_grad_norm)
         observer.before_step(step, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        log(loss=mean_loss, lr=scheduler.get_last_lr()[0])
+        log(loss=mean_loss, tokens=num_tokens, lr=scheduler.get_last_lr()[0])
         observer.after_step(step + 1, mean_loss)
         log(**observer.held_out_after(step + 1))
         with observer.paused():
