@@ -197,13 +197,14 @@ def _shown(default: Any) -> str:
 def _train(options: TrainOptions) -> None:
     from onecopy.launcher import in_launched_process, launch
     from onecopy.report.progress import leave_live_line
+    from onecopy.report.run_folder import RUN_FILE
     from onecopy.training.data import find_files
     from onecopy.training.trainer import train
 
     # Said here once, rather than by every rank.
     find_files(options.data)
-    if options.events and not options.events.parent.is_dir():
-        raise ConfigError(f"--events {options.events}: make the folder first.")
+    if options.run and not options.checkpoint and (options.run / RUN_FILE).exists():
+        raise ConfigError(f"--run {options.run} holds a run already: give another folder.")
     if options.nproc == 1 or in_launched_process():
         train(options)
         return

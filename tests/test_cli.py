@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from onecopy import cli
 from onecopy.errors import ConfigError
+from onecopy.report.run_folder import read_run
 from onecopy.training.options import TrainOptions
 
 SMALL = "--steps 4 --batch 2 --context 16 --layers 2 --width 16 --heads 2 --sample 20 --evals 2"
@@ -98,7 +98,7 @@ def test_unknown_words_give_advice(
         ("--data no/such/file", "There is no file no"),
         ("--save-every 0", "--save-every is 0: give 1 or more"),
         ("--keep 0", "--keep is 0: give 1 or more"),
-        ("--events no/such/folder/events.jsonl", "make the folder first"),
+        ("--run a --checkpoint a", "give two folders"),
     ],
 )
 def test_bad_values_give_advice(
@@ -119,18 +119,19 @@ def test_options_reach_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     command = dataclasses.replace(train, run=got.append)
     monkeypatch.setattr(cli, "COMMANDS", (command,))
     assert cli.main(["train"]) == 0
-    assert cli.main("train --stage 1 --data a b --data c --lr 0.1 --quiet --events e".split()) == 0
+    assert cli.main("train --stage 1 --data a b --data c --lr 0.1 --quiet --run e".split()) == 0
     assert got[0] == TrainOptions()
     files = (Path("a"), Path("b"), Path("c"))
-    assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, events=Path("e"))
+    assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, run=Path("e"))
 
 
 @pytest.mark.sampled("stage", [0, 1, 2, 3], 1)  # what differs between them has other tests
 def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes a dull text. " * 100)
-    events = tmp_path / "events.jsonl"
-    done = run(f"train --stage {stage} --nproc 2 {SMALL} --data {text} --events {events}")
+    folder = tmp_path / "run"
+    command = f"train --stage {stage} --nproc 2 {SMALL} --data {text} --run {folder}"
+    done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     for words in ("2 processes", "text.txt", "this model after 4 steps", "A sample, 20 bytes"):
@@ -139,9 +140,18 @@ def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
     for row in ("parameters", "optimizer"):
         measured, formula = re.findall(rf"^{row} +([\d.]+) +([\d.]+)", done.stdout, re.M)[0]
         assert measured == formula, row
-    for rank in range(2):
-        lines = (tmp_path / f"events-rank{rank}.jsonl").read_text().splitlines()
-        assert {"kind", "unit", "num_bytes"} <= json.loads(lines[0]).keys()
+    assert f"onecopy report {folder}" in done.stdout
+    recorded = read_run(folder)
+    assert (recorded.status, len(recorded.ranks)) == ("finished", 2)
+    for rank in recorded.ranks:
+        assert [one.step for one in rank.steps] == [1, 2, 3, 4]
+        assert all(one.metrics.keys() >= {"loss", "lr"} for one in rank.steps)
+        assert "held_out_bits" in rank.steps[-1].metrics
+    assert recorded.settings["stage"].value == stage
+    assert recorded.settings["steps"].origin == "command line"
+    again = run(command)
+    assert again.returncode == 2
+    assert "holds a run already" in again.stderr
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from onecopy.training.checkpoints import RUN_FILE, split
 from onecopy.training.options import OF_A_RUN, TrainOptions
 from onecopy.training.trainer import TrainResult, train
 from tests.pool import Pool, RankFailed
+from tests.watched_train import PIPE
 
 TINY = TrainOptions(
     steps=24,
@@ -125,17 +126,23 @@ class Elastic:
         self.root = options.checkpoint
         self.output = folder / "output"
         self._mark = f"ONECOPY_TEST_RUN={folder}".encode()
-        pipe = folder / "events-rank1.jsonl"
+        pipe = folder / "events"
         os.mkfifo(pipe)
         # Opened for writing too, so that it never ends and nobody waits for a reader.
         self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         name, value = self._mark.decode().split("=", 1)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*TORCHRUN, *arguments(options), "--events", str(folder / "events.jsonl")],
+                [*TORCHRUN, *arguments(options)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, name: value, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                env={
+                    **os.environ,
+                    name: value,
+                    PIPE: str(pipe),
+                    "OMP_NUM_THREADS": "1",
+                    "COLUMNS": "200",
+                },
             )
 
     def kill_rank(self, rank: int) -> None:
@@ -197,7 +204,7 @@ class Elastic:
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-    *("-m", "onecopy", "train"),
+    *("-m", "tests.watched_train"),
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,8 +100,10 @@ def read_pieces(engine: Engine, sources: Mapping[int, StoredTensor]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         with _agreed(engine):
             for unit in changed:
+                began = time.perf_counter()
                 num_bytes = _read_unit(unit, sources)
-                engine.events.emit("read", unit.name, num_bytes=num_bytes)
+                seconds = time.perf_counter() - began
+                engine.events.emit("read", unit.name, num_bytes=num_bytes, seconds=seconds)
         engine.refresh(changed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 
 import onecopy
 from onecopy import handle
-from onecopy.config import Config, Precision
+from onecopy.config import Config
 from onecopy.planner.sharded import memory_at_peak, model_traffic, states_of
 from onecopy.recording.environment import chosen_variables
 from onecopy.report.run_folder import FORMAT, Setting
@@ -89,7 +89,8 @@ def _settings_of(config: Config) -> dict[str, dict[str, Any]]:
     for item in fields(config):
         if item.compare:
             value = getattr(config, item.name)
-            plain = asdict(value) if isinstance(value, Precision) else value
+            is_record = is_dataclass(value) and not isinstance(value, type)
+            plain = asdict(value) if is_record else value
             found[item.name] = {"value": plain, "origin": config.origin_of(item.name)}
     return found
 

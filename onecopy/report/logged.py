@@ -42,8 +42,7 @@ def _kept(name: str, value: Any) -> float | tuple[torch.Tensor, torch.Event]:
         value = value.detach()
         if value.device.type != "cpu":
             # Copied on the device's own time: reading it now would wait for all that is queued.
-            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            copy.copy_(value, non_blocking=True)
+            copy = value.to("cpu", non_blocking=True)
             copied = torch.Event(value.device)
             copied.record()
             return copy, copied

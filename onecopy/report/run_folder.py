@@ -68,7 +68,7 @@ class Setting:
     """A setting's value (as JSON has it) and where it came from.
 
     origin: "default", "argument of shard", "config object", "command line", the name of a TOML
-        file, "planner".
+        file, "argument of record"; where the planner has chosen, what it says of that.
     """
 
     value: Any

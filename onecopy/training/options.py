@@ -89,16 +89,6 @@ class TrainOptions:
         default=200, metadata=describe("bytes of text to write at the end; 0 writes none")
     )
     quiet: bool = field(default=False, metadata=describe("show only the results, no progress"))
-    events: Path | None = field(
-        default=None,
-        metadata=describe(
-            "write every event of the runtime as a line of JSON; with several processes each "
-            "writes its own file, PATH with -rankN before its ending; a run that is resumed writes "
-            "them anew",
-            metavar="PATH",
-        ),
-    )
-
     run: Path | None = field(
         default=None,
         metadata=describe(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -22,11 +22,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import onecopy
 from onecopy.comm.groups import join_launched
-from onecopy.events import add_sink
 from onecopy.launcher import in_launched_process, local_place, was_restarted
 from onecopy.planner import estimate
 from onecopy.report import memory, tables
-from onecopy.report.jsonl import JsonLines, path_of_rank
 from onecopy.report.progress import ProgressLine, count, duration, plural
 from onecopy.report.run_folder import Setting
 from onecopy.report.states import StateBytes
@@ -117,7 +115,6 @@ def _train(
     _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")
     quiet = options.quiet or shard.rank != 0
     with (
-        _events_written(model, options, shard),
         _recorded(model, optimizer, options, resumes) as log,
         ProgressLine(console, quiet=quiet) as progress,
     ):
@@ -234,15 +231,6 @@ def _device(options: TrainOptions) -> torch.device:
 
 
 @contextmanager
-def _events_written(model: nn.Module, options: TrainOptions, shard: Shard) -> Iterator[None]:
-    with ExitStack() as stack:
-        if options.events:
-            path = path_of_rank(options.events, shard.rank, shard.world_size)
-            stack.callback(add_sink(model, stack.enter_context(JsonLines(path))))
-        yield
-
-
-@contextmanager
 def _recorded(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, resumes: bool
 ) -> Iterator[Callable[..., None]]:
@@ -309,7 +297,8 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
         )
     console.print(", ".join(parts))
     if options.run is not None:
-        console.print(f"recorded in {options.run}, to see it: onecopy report {options.run}")
+        told = f"recorded in {options.run}; to see it: onecopy report {options.run}"
+        console.print(Text(told), soft_wrap=True)
 
 
 def _show_memory(
