@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = ["RunFiles", "claim"]
 
 T = TypeVar("T")
 TOPIC = "onecopy.record"
+ROUNDS = 9
 
 
 @dataclass
@@ -35,7 +36,7 @@ class RunFiles:
     """What one rank writes.
 
     steps, events: its lines. found: the contents of run.json, on the first rank; None on others.
-    started: seconds since 1970, the same on all ranks.
+    started: seconds since 1970, the same on all ranks. clocks: see `RankRun.clocks`.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class RunFiles:
     steps: LineFile
     events: LineFile
     found: dict[str, Any] | None
+    clocks: Sequence[float] = ()
 
     def finish(self, status: str, error: str | None, seconds: float) -> None:
         """The last that is written."""
@@ -105,12 +107,26 @@ def claim(
 
     try:
         (_, files), _ = _together(group, agreement, open_files)
+        files.clocks = [moment - began for moment in _common_moments(agreement)]
     except RunError:
         if found is not None and not resume:
             # Nothing was recorded: the next try finds it free.
             (folder / RUN_FILE).unlink(missing_ok=True)
         raise
     return files
+
+
+def _common_moments(agreement: Agreement) -> list[float]:
+    """What this rank's clock shows, in seconds since 1970, each time that all ranks have come.
+
+    They leave together but for the moment in which each looks again, or is given the processor:
+    the median over several times is right to well below a millisecond.
+    """
+    moments = []
+    for _ in range(ROUNDS):
+        agreement.agree(TOPIC)
+        moments.append(time.time())
+    return moments
 
 
 def _write_run_file(

@@ -60,7 +60,8 @@ def record(  # noqa: PLR0913
         trackers: objects with `log(step, numbers)` or `log(numbers, step=...)` (wandb, trackio, a
             `onecopy.report.tensorboard.TensorBoard`), called on the first rank, one step later:
             see `onecopy.report.trackers` for what they are told.
-        trace: look closely at so many steps, from the second on, instead of at a few.
+        trace: look closely at so many steps, from the second on, instead of at a few, and write
+            them as FOLDER/trace.json, to be opened at https://ui.perfetto.dev.
         resume: go on in the folder where it holds a run (one that goes on from a checkpoint);
             steps that are made again take the place of the old ones.
         settings: the program's own options, to be shown with the run: values, or

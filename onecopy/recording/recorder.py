@@ -21,6 +21,7 @@ from onecopy.core.compiling import not_compiled
 from onecopy.events import add_sink
 from onecopy.planner.sharded import ModelTraffic, model_traffic
 from onecopy.recording.description import device_name
+from onecopy.recording.tracing import TraceWriter
 from onecopy.report import memory
 from onecopy.report.logged import Logged
 from onecopy.report.model_recorder import Counts, ModelRecorder
@@ -71,7 +72,9 @@ class Recorder:
         self._offset = time.time() - files.started - now
         self._process = os.getpid()
         self._wishes = wishes
-        self._trackers = Trackers(wishes.trackers if files.found is not None else ())
+        is_first = files.found is not None
+        self._trackers = Trackers(wishes.trackers if is_first else ())
+        self._trace = TraceWriter(files.folder) if wishes.trace and is_first else None
         self._meter = StepMeter(now)
         self._models = [ModelRecorder(name, one, self._meter) for name, one in models.items()]
         self._optimizers = optimizers
@@ -108,6 +111,8 @@ class Recorder:
         self._write_pending()
         self._trackers.flush()
         self._files.finish(status, error, self._time_of(time.perf_counter()))
+        if self._trace is not None:
+            self._trace.finish()
 
     @not_compiled
     def _after_step(self, number: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -142,7 +147,7 @@ class Recorder:
         counts = [one.take() for one in self._models]
         line: dict[str, Any] = {
             "step": self._step,
-            "time": round(self._time_of(now), 6),
+            "time": round(self._time_of(now), 7),
             **_rounded(seconds, split),
             "sent": _summed(one.sent for one in counts),
             "expected": self._expected(counts),
@@ -153,6 +158,9 @@ class Recorder:
         self._write_events(self._step)
         self._keep(line)
         self._look_closely()
+        if self._trace is not None and self._num_ended == FIRST_CLOSE + self._wishes.trace:
+            # To make this step, the others have written what they had of those before it.
+            self._trace.start()
 
     def _keep(self, line: dict[str, Any]) -> None:
         """Until the step's numbers are known."""
@@ -255,6 +263,7 @@ class Recorder:
             "device": device_name(self._device),
             "pid": self._process,
             "time": round(self._time_of(time.perf_counter()), 6),
+            "clocks": [round(moment, 7) for moment in self._files.clocks],
         }
         for file in (self._files.steps, self._files.events):
             file.write({"begin": begin})

@@ -3,10 +3,11 @@
     RUN/run.json                 by the first rank: what ran, where, with which settings
     RUN/rank-00000.jsonl         by each rank: one line for each step
     RUN/rank-00000.events.jsonl  by each rank: one line for each event of a few detailed steps
+    RUN/trace.json               by the first rank, with trace=N: see `trace.py`
 
 Lines of a rank file are objects with one of these keys:
 
-    {"begin": {...}}   a process begins to record: rank, host, device, pid, time
+    {"begin": {...}}   a process begins to record: rank, host, device, pid, time, clocks
     {"step": n, ...}   a step, see `StepRecord`
     {"end": {...}}     it has ended: status ("finished" or "failed"), error, time
 
@@ -184,6 +185,8 @@ class RankRun:
 
     device: "cpu", or the accelerator's name. num_begins: processes that have recorded as this
     rank. status: "running" where nothing tells that it has ended (it runs, or was killed).
+    clocks: what this rank's clock showed, as seconds of the run, at some moments that all ranks
+    have left together when the last process began to record.
     """
 
     rank: int
@@ -194,6 +197,7 @@ class RankRun:
     error: str | None
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
+    clocks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +340,7 @@ def _read_rank(folder: Path, rank: int) -> RankRun:
         error=ends[-1]["error"] if ends else None,
         steps=tuple(steps),
         events=tuple(events),
+        clocks=tuple(begin.get("clocks", ())),
     )
 
 

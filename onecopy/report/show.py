@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -13,6 +14,7 @@ from onecopy.report.options import ReportOptions
 from onecopy.report.page import report_page
 from onecopy.report.run_folder import read_run
 from onecopy.report.summary import Summary, summarise
+from onecopy.report.trace import TRACE_FILE
 from onecopy.report.verdict import advice, verdict
 
 __all__ = ["report"]
@@ -35,6 +37,9 @@ def report(options: ReportOptions) -> None:
         for line, style in _lines(run, with_name=len(runs) > 1):
             console.print(Text(printable(line), style=style), soft_wrap=True)
     console.print(Text(f"The page: {options.page}"), soft_wrap=True)
+    for path in options.runs:
+        if (trace := Path(path) / TRACE_FILE).exists():
+            console.print(Text(f"The trace, for https://ui.perfetto.dev: {trace}"), soft_wrap=True)
 
 
 def _lines(run: Summary, *, with_name: bool) -> Iterator[tuple[str, str]]:

@@ -99,6 +99,15 @@ class TrainOptions:
         ),
     )
 
+    trace: int = field(
+        default=0,
+        metadata=describe(
+            "with --run: look closely at so many steps, from the second on, and write them as "
+            "DIR/trace.json, a trace of all ranks to open at https://ui.perfetto.dev",
+            metavar="N",
+        ),
+    )
+
     checkpoint: Path | None = field(
         default=None,
         metadata=describe(
@@ -129,6 +138,8 @@ class TrainOptions:
             raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
         if self.run is not None and self.run == self.checkpoint:
             raise ConfigError(f"--run and --checkpoint are both {self.run}: give two folders.")
+        if self.trace and self.run is None:
+            raise ConfigError(f"--trace is {self.trace} without --run DIR: say where it is to be.")
         if self.warmup > 1:
             raise ConfigError(
                 f"--warmup is {self.warmup}: it is a share of the steps, between 0 and 1."
@@ -139,6 +150,7 @@ class TrainOptions:
 
 _LEAST: dict[str, float] = {
     "nproc": 1,
+    "trace": 0,
     # The first step creates the optimizer's states, so memory can be measured from the second on.
     "steps": 2,
     "batch": 1,

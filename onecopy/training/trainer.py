@@ -249,6 +249,7 @@ def _recorded(
         options.run,
         model,
         optimizer,
+        trace=options.trace,
         resume=resumes or was_restarted(),
         settings=settings,
     ) as run:
