@@ -38,6 +38,19 @@ from onecopy.errors import ConfigError, LaunchError, OneCopyError
 GRACE_SECONDS = 2.0
 
 
+# What usually sends a signal, and what helps.
+HINTS = {
+    "SIGABRT": "; a library gave up, and has said why in what it printed above",
+    "SIGBUS": "; most often /dev/shm is full: a DataLoader's workers pass batches through it. "
+    "`onecopy doctor` shows its size; in Docker, --shm-size=8g",
+    "SIGILL": "; a library was built for another processor: install it anew on this machine",
+    "SIGKILL": "; the system does this when memory runs out: try a higher stage, a smaller batch "
+    "or fewer processes",
+    "SIGSEGV": "; a library crashed: run with PYTHONFAULTHANDLER=1 to see where",
+    "SIGTERM": "; somebody asked it to end, a job scheduler for example",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
     value: Any
@@ -79,6 +92,13 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *args: Any) -> list[Any]:
         raise ConfigError(
             "launch() was called in a process that a launcher started. Call the function "
             "itself: torchrun (or an outer launch) has made the ranks already."
+        )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A rank that imports the script that starts it: it would start ranks of its own.
+        raise ConfigError(
+            "launch() was called while a rank process imports the script. Put the call under "
+            '`if __name__ == "__main__":`, and everything else that only the first process is to '
+            "do; the function that the ranks run stays above it."
         )
     method = _start_method(fn)
     _check_arguments(fn, args, method)
@@ -175,7 +195,14 @@ def _threads(nproc: int) -> int:
     wish = os.environ.get("OMP_NUM_THREADS", "")
     if wish.isdigit() and int(wish) > 0:
         return int(wish)
-    return max(1, (os.cpu_count() or 1) // nproc)
+    return max(1, _cores() // nproc)
+
+
+def _cores() -> int:
+    """Those that this process may run on: a scheduler often gives it only some."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _start(method: str, number: int, work: tuple[Any, ...]) -> _Rank:
@@ -284,14 +311,18 @@ def _receive(rank: _Rank) -> _Report:
 
 def _death(exitcode: int | None) -> str:
     if exitcode is None or exitcode >= 0:
-        return f"the process ended with exit code {exitcode} and no Python error"
-    name = signal.Signals(-exitcode).name
-    hints = {
-        "SIGKILL": "; the system does this when memory runs out: try a higher stage, a smaller "
-        "batch or fewer processes",
-        "SIGSEGV": "; a library crashed: run with PYTHONFAULTHANDLER=1 to see where",
-    }
-    return f"the process was ended by {name}{hints.get(name, '')}"
+        return (
+            f"the process ended with exit code {exitcode} before its function had returned, "
+            "without telling why; see what it has printed above. Exit code 1 is most often a "
+            "script that a new process cannot import: launch() belongs under "
+            '`if __name__ == "__main__":`, and the function that it is given stays above that. Any '
+            "code may come from os._exit(), or from a library that ends the process"
+        )
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"  # a real-time one has no name
+    return f"the process was ended by {name}{HINTS.get(name, '')}"
 
 
 def _summary(failed: dict[int, _Failed], nproc: int) -> str:
@@ -300,10 +331,22 @@ def _summary(failed: dict[int, _Failed], nproc: int) -> str:
     lines = [f"rank {first} of {nproc} failed: {failed[first].what}"]
     if failed[first].details:
         lines += ["", failed[first].details.rstrip()]
-    if others:
-        named = ", ".join(str(number) for number in others)
-        lines += ["", f"(failed later, most likely because of rank {first}: rank {named})"]
+    # Without a report nobody knows when: it may be the cause, and it may be the same one.
+    silent = [number for number in others if failed[number].when == failed[first].when]
+    later = [number for number in others if number not in silent]
+    if silent:
+        same = all(failed[number].what == failed[first].what for number in silent)
+        lines += [
+            "",
+            f"({'the same with' if same else 'also gone without a word:'} {_ranks(silent)})",
+        ]
+    if later:
+        lines += ["", f"(failed later, most likely because of rank {first}: {_ranks(later)})"]
     return "\n".join(lines)
+
+
+def _ranks(numbers: list[int]) -> str:
+    return "rank " + ", ".join(map(str, numbers))
 
 
 def _end(ranks: list[_Rank], *, seconds: float, ask: bool = False) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from onecopy import cli, launcher
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.groups import world_group
 from onecopy.doctor import step, transfers
+from onecopy.doctor.network import look_at_network
 from onecopy.doctor.results import SIZES, RankReport
 from onecopy.doctor.selftest import MEET
 from onecopy.doctor.selftest import test_rank as run_self_test
@@ -173,6 +175,52 @@ def test_a_step_equals_one_process_and_a_wrong_one_does_not(pool: Pool) -> None:
     for count, different, largest in pool.run(2, compared, True):
         assert different > count / 2
         assert largest > 1e-3
+
+
+def where_gloo_listens(interface: str | None) -> tuple[str | None, set[str]]:
+    """Where the doctor says that Gloo would, and where a new group of it does."""
+    before = listening()
+    wish = os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        said = look_at_network(os.environ).gloo_address
+        group = torch.distributed.new_group(backend="gloo")
+        found = listening() - before
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group(group)
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if wish is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = wish
+    return said, {address for address, _ in found}
+
+
+def listening() -> set[tuple[str, str]]:
+    """Addresses at which a socket of this process listens, and their sockets' numbers."""
+    numbers = set()
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            numbers.add(os.readlink(f"/proc/self/fd/{file}"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in numbers:
+                # Words of 32 bits, each in the order of this machine.
+                packed = bytes.fromhex(words[1].partition(":")[0])
+                if sys.byteorder == "little":
+                    packed = b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4))
+                found.add((socket.inet_ntop(family, packed), words[9]))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gloo_listens_where_it_is_said_to(pool: Pool) -> None:
+    usable = [one.name for one in look_at_network({}).interfaces if one.is_usable]
+    for interface in (None, *usable[:1]):
+        for said, found in pool.run(2, where_gloo_listens, interface):
+            assert found == {said}, interface
 
 
 # Several machines ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 
 from onecopy.doctor import storage
 from onecopy.doctor.cgroup import GroupLimits, read_limits
-from onecopy.doctor.facts import UNLIMITED, HostName, Interface
+from onecopy.doctor.facts import UNLIMITED, DiskSpeed, HostName, Interface
 from onecopy.doctor.files import within
 from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processors
 from onecopy.doctor.network import gloo_way, look_at_network, nccl_candidates, resolve
@@ -256,6 +257,26 @@ def test_disks_are_measured_once_for_each_mount_and_nothing_stays(tmp_path: Path
     assert first.speed.write > 0 and first.speed.read > 0
     assert second.speed is None and second.not_measured == f"as {one.resolve()}"
     assert not [*one.iterdir(), *other.iterdir()]
+
+
+def test_another_folder_is_measured_where_one_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = DiskSpeed(num_bytes=1, write=1.0, read=1.0, is_direct=True)
+
+    def measure(folder: Path, num_bytes: int) -> DiskSpeed:
+        if folder == one:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return speed
+
+    one, other = (tmp_path / "one").resolve(), tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    write(tmp_path, {"proc/self/mountinfo": "27 1 8:1 / / rw - ext4 /dev/sda1 rw"})
+    monkeypatch.setattr(storage, "measure_disk", measure)
+    first, second = storage.look_at_folders({one: "", other: ""}, 1, tmp_path)
+    assert (first.speed, first.not_measured) == (None, "Permission denied")
+    assert second.speed == speed
 
 
 def test_without_direct_access_what_is_written_is_flushed(

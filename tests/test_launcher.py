@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,8 @@ def fail(how: str) -> object:
             raise OneCopyError("do it otherwise")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(3)
         if how == "lambda":
             return lambda: None
     dist.all_reduce(torch.zeros(1))
@@ -79,6 +82,7 @@ def test_ranks_meet_and_return_in_order(monkeypatch: pytest.MonkeyPatch) -> None
         ("raise", "rank 1 of 2 failed: ValueError: rank 1 had enough", True),
         ("advise", "rank 1 of 2 failed: OneCopyError: do it otherwise", False),
         ("kill", "rank 1 of 2 failed: the process was ended by SIGKILL", False),
+        ("exit", "rank 1 of 2 failed: the process ended with exit code 3 before its", False),
         ("lambda", "rank 1 of 2 failed: .* cannot be sent back", False),
     ],
 )
@@ -107,6 +111,28 @@ def test_bad_calls_give_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="launcher started"):
         launch(sleep, 2, 1.0)
+
+
+def test_a_script_that_launches_when_imported_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import onecopy\n\ndef rank(): ...\n\nonecopy.launch(rank, 2)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    words = "ConfigError: launch() was called while a rank process imports the script. Put the call"
+    assert words in done.stderr
+    *_, failure, _, others = done.stderr.rstrip().splitlines()
+    ended = re.search(
+        r"LaunchError: rank (\d) of 2 failed: the process ended with exit code 1", failure
+    )
+    assert ended, failure
+    assert others == f"(the same with rank {1 - int(ended[1])})"
+
+
+def test_what_signals_mean() -> None:
+    assert "--shm-size" in launcher._death(-signal.SIGBUS)
+    assert "memory runs out" in launcher._death(-signal.SIGKILL)
+    assert launcher._death(-40) == "the process was ended by signal 40"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -30,10 +30,10 @@ def step_seconds(bytes_per_second: float, world_size: int = MANY_RANKS) -> float
 
 
 def _named_interfaces(facts: Facts) -> Iterator[Finding]:
+    if all(one.is_up is None for one in facts.network.interfaces):
+        return  # this system does not tell, so nothing is known to be wrong
     wish = facts.environment.get("GLOO_SOCKET_IFNAME")
     for name in wish.split(",") if wish else ():
-        if not facts.network.interfaces:
-            return  # unknown here
         found = facts.network.find(name)
         fault = _fault(found)
         if fault:
@@ -46,7 +46,7 @@ def _named_interfaces(facts: Facts) -> Iterator[Finding]:
                 + _choose(facts, "GLOO_SOCKET_IFNAME"),
             )
     wish = facts.environment.get("NCCL_SOCKET_IFNAME")
-    if wish and facts.network.interfaces and not facts.network.nccl_interfaces:
+    if wish and not facts.network.nccl_interfaces:
         yield Finding(
             level=PROBLEM if facts.accelerators else WARNING,
             topic="network",

@@ -14,9 +14,11 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 def launched() -> Launched | None:
     """The world that torchrun (or `onecopy.launch`) has made, if it has."""
-    # Not before silence_torch: it imports torch.
-    from onecopy.launcher import in_launched_process, local_place
-
+    try:
+        # Not before silence_torch: it imports torch.
+        from onecopy.launcher import in_launched_process, local_place
+    except ImportError:
+        return None  # without torch no rank does anything
     if not in_launched_process():
         return None
     local_rank, local_size = local_place()

@@ -47,7 +47,9 @@ def look(folders: Sequence[Path] = (), disk_bytes: int = 0) -> Facts:
 def _accelerators() -> tuple[tuple[Accelerator, ...], str]:
     try:
         return within(DRIVER_SECONDS, look_at_accelerators), ""
-    except (ImportError, OSError, RuntimeError) as error:
+    except ImportError:
+        return (), ""  # no torch, which is said elsewhere
+    except (OSError, RuntimeError) as error:
         return (), str(error).partition("\n")[0]
 
 

@@ -40,7 +40,7 @@ class _Mount:
 def look_at_folders(
     folders: Mapping[Path, str], num_bytes: int, root: Path = ROOT
 ) -> tuple[Folder, ...]:
-    """What each folder lies on; each mount is measured once.
+    """What each folder lies on; each mount is measured once, in a folder that can be written.
 
     Args:
         folders: what each is looked at for.
@@ -57,9 +57,10 @@ def look_at_folders(
         if folder.mount in measured:
             found.append(replace(folder, not_measured=f"as {measured[folder.mount]}"))
             continue
-        if folder.mount is not None:
+        folder = _measured(folder, num_bytes)
+        if folder.mount is not None and folder.speed is not None:
             measured[folder.mount] = folder.path
-        found.append(_measured(folder, num_bytes))
+        found.append(folder)
     return tuple(found)
 
 
