@@ -271,10 +271,10 @@ class Unit:
         self._expect("release", UnitState.GATHERED)
         expects_writes = self._expects_writes
         self.keep_changes()
-        self._events.emit("release", self.name)
         has_aliases = self._has_aliases(settled=settled)
         self._is_lent = expects_writes and has_aliases
         self._drop_values(keep_bytes=has_aliases)
+        self._events.emit("release", self.name)
 
     def keep_for_graph(self) -> None:
         """A graph that no hook watches may hold this unit's values: their bytes stay with it."""
