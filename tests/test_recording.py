@@ -25,6 +25,7 @@ import onecopy.handle
 from onecopy.errors import ConfigError, OneCopyError, RunError, ShardingError
 from onecopy.report import memory
 from onecopy.report.run_folder import SPLIT, Run, StepRecord, events_file, read_run
+from onecopy.report.step_meter import StepMeter
 from tests import models
 from tests.pool import Pool, RankError
 from tests.runs import OPTIMIZERS
@@ -292,6 +293,54 @@ def test_ranks_that_differ_hear_of_it(pool: Pool, tmp_path: Path) -> None:
     for error in pool.run(2, elsewhere, tmp_path / "b", expect_failures=True):
         assert isinstance(error, RankError)
         assert "ranks record into different folders" in error.message
+
+
+def test_what_is_inside_counts_for_itself() -> None:
+    """A wait within the optimizer's step is no time of the optimizer, and saves block or do not."""
+    meter = StepMeter(100.0)
+
+    def happened(kind: onecopy.events.Kind, until: float, seconds: float, what: str = "") -> None:
+        event = onecopy.events.Event(kind=kind, unit="", phase="api", seconds=seconds, what=what)
+        meter.note(event, until)
+
+    happened("wait", 101.0, 0.5, "gather")
+    happened("wait", 103.0, 0.25, "agree")
+    happened("wait", 103.5, 0.25, "reduce")
+    happened("step", 104.0, 1.5, "AdamW")
+    happened("save", 105.0, 3.0, "background")
+    happened("wait", 105.5, 0.5, "checkpoint")
+    happened("save", 106.0, 1.0)
+    assert meter.take(108.0) == (
+        8.0,
+        {
+            "compute": 5.0,
+            "gather": 0.5,
+            "reduce": 0.25,
+            "refresh": 0.0,
+            "agree": 0.25,
+            "optimizer": 1.0,
+            "io": 1.0,
+        },
+    )
+    assert meter.take(109.0)[1]["compute"] == 1.0
+
+
+def fused(folder: Path) -> None:
+    """The optimizer runs within backward."""
+    trained = sharded(3, step_in_backward=True)
+    with onecopy.record(folder, trained[0]):
+        steps(trained, 3)
+
+
+def test_updates_in_backward(pool: Pool, tmp_path: Path) -> None:
+    """They are time of the optimizer, wherever it runs."""
+    pool.run(2, fused, tmp_path / "run")
+    for rank in read_run(tmp_path / "run").ranks:
+        updates = [one for one in rank.events if one.step == 2 and one.kind == "update"]
+        assert {one.unit for one in updates} == {"root", "blocks.0", "blocks.1", "blocks.2"}
+        assert {one.phase for one in updates} == {"backward"}
+        assert rank.steps[1].split["optimizer"] >= sum(one.seconds for one in updates) - 1e-6
+        assert rank.steps[1].sent == rank.steps[1].expected
 
 
 # One process -------------------------------------------------------------------------------------

@@ -62,12 +62,14 @@ def _on_host(engine: Engine, optimizer: torch.optim.Optimizer | None) -> int:
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the states that an optimizer holds on this rank."""
-    return _bytes([one for state in optimizer.state.values() for one in _tensors_of(state)])
+    # Listed at once: a delayed update adds states from another thread.
+    states = list(optimizer.state.values())
+    return _bytes([one for state in states for one in _tensors_of(state)])
 
 
 def _tensors_of(state: dict[str, Any]) -> list[torch.Tensor | None]:
     # Step counters are scalars of the optimizer's own, not states of parameters.
-    return [one for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
+    return [one for one in list(state.values()) if isinstance(one, torch.Tensor) and one.dim()]
 
 
 def padded_numel(model: nn.Module) -> int:
