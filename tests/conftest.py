@@ -1,11 +1,16 @@
-"""The command line options, the seed, sampling, and the pool of ranks."""
+"""The command line options, the seed, sampling, workers side by side, and the pool of ranks."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TextIO, TypeVar
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # Windows
 
 # One thread here as in the ranks: the reference must add up in the same order as they do.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -106,6 +111,23 @@ def sampled(request: pytest.FixtureRequest) -> Sampler[object]:
         return sample(request.config, combinations, n, always=always, key=request.node.nodeid)
 
     return choose
+
+
+@pytest.fixture(autouse=True)
+def _turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextIO | None]:
+    """A file on which each test of each worker of xdist has a shared lock while it runs."""
+    if fcntl is None or "PYTEST_XDIST_WORKER" not in os.environ:
+        yield None
+        return
+    with (tmp_path_factory.getbasetemp().parent / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield file
+
+
+@pytest.fixture
+def alone(_turn: TextIO | None) -> Callable[[], None]:
+    """Call it to wait until the other workers' tests are over, and to keep the next ones back."""
+    return lambda: None if _turn is None else fcntl.flock(_turn, fcntl.LOCK_EX)
 
 
 @pytest.fixture(autouse=True, scope="session")

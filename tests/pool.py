@@ -29,6 +29,7 @@ from tests.rank import RELEASE, RankError, RankWarning, Task, serve
 
 MAX_RANKS = 4
 START_TIMEOUT = 180.0  # seconds: a first import of torch on a busy machine
+SETTLE_TIMEOUT = 30.0  # seconds: to destroy a group, on a busy machine
 REPOSITORY = Path(__file__).resolve().parent.parent
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -252,7 +253,7 @@ class Pool:
             if rank is None:
                 continue
             try:
-                idle = rank.connection.poll(10) and rank.receive() == "idle"
+                idle = rank.connection.poll(SETTLE_TIMEOUT) and rank.receive() == "idle"
             except (EOFError, OSError):
                 idle = False
             if not idle:
