@@ -330,23 +330,25 @@ def _rehearse(found: Plan, options: CommandOptions) -> Rehearsal:
 
 def _doctor(options: DoctorOptions) -> int:
     import json
+    from contextlib import nullcontext
 
     from rich.console import Console
 
-    from onecopy.doctor.environment import silence_torch
+    from onecopy.doctor.environment import is_first_rank, silence_torch
 
     silence_torch()
     from onecopy.doctor.examine import examine
     from onecopy.doctor.show import print_examination, print_findings
 
-    console = Console(highlight=False)
-    with console.status("looking and testing"):
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    # Of all ranks on a terminal, one shows that something is going on.
+    with errors.status("looking and testing") if is_first_rank() else nullcontext():
         found = examine(options)
     if found.facts is None:
-        # A rank whose findings the first one may not hear of.
+        # A rank whose findings the first one may not hear of. It must not end that one by failing.
         if found.is_shown:
-            print_findings(Console(stderr=True, highlight=False), found.findings)
-        return int(found.has_problem and found.is_shown)
+            print_findings(errors, found.findings)
+        return 0
     text = json.dumps(found.to_json(), indent=2)
     if options.json is not None and options.is_json_to_file:
         options.json.write_text(text + "\n", encoding="utf-8")

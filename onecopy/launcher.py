@@ -86,20 +86,7 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *args: Any) -> list[Any]:
     Raises LaunchError naming the rank that failed first, after all processes have ended, and
     ConfigError for arguments that cannot work.
     """
-    if nproc < 1:
-        raise ConfigError(f"nproc is {nproc}: it counts processes, at least 1.")
-    if in_launched_process():
-        raise ConfigError(
-            "launch() was called in a process that a launcher started. Call the function "
-            "itself: torchrun (or an outer launch) has made the ranks already."
-        )
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A rank that imports the script that starts it: it would start ranks of its own.
-        raise ConfigError(
-            "launch() was called while a rank process imports the script. Put the call under "
-            '`if __name__ == "__main__":`, and everything else that only the first process is to '
-            "do; the function that the ranks run stays above it."
-        )
+    _check_place(nproc)
     method = _start_method(fn)
     _check_arguments(fn, args, method)
     # Lives until the ranks have ended: they meet here.
@@ -156,6 +143,23 @@ def _accelerator_in_use() -> bool:
     module = torch.get_device_module(accelerator)
     initialized = getattr(module, "is_initialized", None)
     return bool(initialized and initialized())
+
+
+def _check_place(nproc: int) -> None:
+    if nproc < 1:
+        raise ConfigError(f"nproc is {nproc}: it counts processes, at least 1.")
+    if in_launched_process():
+        raise ConfigError(
+            "launch() was called in a process that a launcher started. Call the function "
+            "itself: torchrun (or an outer launch) has made the ranks already."
+        )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A rank that imports the script that starts it: it would start ranks of its own.
+        raise ConfigError(
+            "launch() was called while a rank process imports the script. Put the call under "
+            '`if __name__ == "__main__":`, and everything else that only the first process is to '
+            "do; the function that the ranks run stays above it."
+        )
 
 
 def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], method: str) -> None:

@@ -510,6 +510,14 @@ def test_accelerators_may_round_otherwise() -> None:
     assert found.level == NOTE
 
 
+def test_accelerators_that_the_test_did_not_use_are_told() -> None:
+    (found,) = [f for f in advise_ranks([report(0)] * 2, 2, "", 1) if f.level == NOTE]
+    assert "1 accelerator for 2 ranks" in found.seen
+    assert found.remedy == "onecopy doctor --nproc 1"
+    on_device = replace(report(0), device="cuda")
+    assert all(f.level == FINE for f in advise_ranks([on_device, report(1)], 2, "", 2))
+
+
 def test_reports_travel_as_json() -> None:
     before = report(1, others={0: "x"}, clocks={1: 0.5})
     assert RankReport.from_json(json.loads(json.dumps(before.to_json()))) == before

@@ -17,14 +17,18 @@ ROUNDING = 1e-3
 LEVEL_OF_DIFFERENCE = {"onecopy": PROBLEM, "torch": PROBLEM, "python": WARNING}
 
 
-def advise_ranks(reports: Sequence[RankReport], world_size: int, where: str) -> list[Finding]:
+def advise_ranks(
+    reports: Sequence[RankReport], world_size: int, where: str, idle_devices: int = 0
+) -> list[Finding]:
     """What the test says; the first report is of the first rank, and some may be missing.
 
     Args:
         where: the address of the store, for what to look at.
+        idle_devices: accelerators of the machine, where the test was not told to use CPUs.
     """
     return by_level(
         [
+            *_device(reports, idle_devices),
             *_missing(reports, world_size),
             *_stopped(reports, where),
             *_versions(reports),
@@ -33,6 +37,18 @@ def advise_ranks(reports: Sequence[RankReport], world_size: int, where: str) -> 
             *_training(reports),
         ]
     )
+
+
+def _device(reports: Sequence[RankReport], idle_devices: int) -> Iterator[Finding]:
+    if idle_devices and reports and reports[0].device == "cpu":
+        yield Finding(
+            level=NOTE,
+            topic="self-test",
+            seen=f"the test used CPUs: {plural(idle_devices, 'accelerator')} for "
+            f"{plural(reports[0].world_size, 'rank')}",
+            why="each rank needs one of its own",
+            remedy=f"onecopy doctor --nproc {idle_devices}",
+        )
 
 
 def _missing(reports: Sequence[RankReport], world_size: int) -> Iterator[Finding]:

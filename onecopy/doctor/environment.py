@@ -7,7 +7,7 @@ import os
 from onecopy.doctor.facts import Launched
 from onecopy.recording.environment import chosen_variables
 
-__all__ = ["launched", "silence_torch", "variables_of_user"]
+__all__ = ["is_first_rank", "launched", "silence_torch", "variables_of_user"]
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 
@@ -28,6 +28,11 @@ def launched() -> Launched | None:
         local_rank=local_rank,
         local_size=local_size,
     )
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the first one of a launcher's, or alone; without importing torch."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def silence_torch() -> None:

@@ -71,12 +71,18 @@ def examine(options: DoctorOptions) -> Examination:
     findings = advise(facts)
     reports: tuple[RankReport, ...] = ()
     if not options.no_test and facts.software.torch is not None:
-        reports, more = _start(options)
+        reports, more = _start(options, _idle_devices(facts, options))
         findings += more
     return Examination(facts=facts, findings=tuple(by_level(findings)), reports=reports)
 
 
-def _start(options: DoctorOptions) -> tuple[tuple[RankReport, ...], list[Finding]]:
+def _idle_devices(facts: Facts, options: DoctorOptions) -> int:
+    return 0 if options.device == "cpu" else len(facts.accelerators)
+
+
+def _start(
+    options: DoctorOptions, idle_devices: int
+) -> tuple[tuple[RankReport, ...], list[Finding]]:
     """Test ranks of this machine's own."""
     from onecopy.doctor.selftest import test_rank
     from onecopy.launcher import launch
@@ -93,7 +99,7 @@ def _start(options: DoctorOptions) -> tuple[tuple[RankReport, ...], list[Finding
             "accelerator is at fault",
         )
         return (), [finding]
-    return reports, advise_ranks(reports, options.nproc, "127.0.0.1")
+    return reports, advise_ranks(reports, options.nproc, "127.0.0.1", idle_devices)
 
 
 def _as_rank(options: DoctorOptions, here: Launched) -> Examination:
@@ -134,7 +140,8 @@ def _of_first(
         findings = [replace(one, host=facts.network.host.name) for one in findings]
     for host, machine in machines.items():
         findings += [replace(Finding(**one), host=host) for one in machine["findings"]]
-    more = advise_ranks(reports, report.world_size, _store(facts))
+    idle_devices = _idle_devices(facts, options)
+    more = advise_ranks(reports, report.world_size, _store(facts), idle_devices)
     return Examination(
         facts=facts,
         findings=tuple(by_level([*merged(findings), *more])),

@@ -262,14 +262,16 @@ def _print_test(console: Console, reports: Sequence[RankReport]) -> None:
         f"self-test: {plural(first.world_size, 'rank')} on {plural(machines, 'machine')}, "
         f"{first.backend or 'no backend'}, {first.device}"
     )
+    copies = [report.copy for report in reports if report.copy]
     if not first.transfers:
-        _print_rows(console, heading, [("reached", first.reached)])
+        rows = [("reached", first.reached)]
+        rows += [("copied in memory", f"{size(min(copies))}/s")] if copies else []
+        _print_rows(console, heading, rows)
         return
     table = new_table("GB/s (ms) a rank sends", *dict.fromkeys(one.verb for one in first.transfers))
     for num_bytes in dict.fromkeys(one.num_bytes for one in first.transfers):
         row = [one for one in first.transfers if one.num_bytes == num_bytes]
         table.add_row(f"unit of {_binary(num_bytes)}", *map(_transfer, row))
-    copies = [report.copy for report in reports if report.copy]
     if copies:
         table.add_row("copied in memory", f"{min(copies) / 1e9:.2f}")
     print_table(console, heading, table, f"over {', '.join(shown)}")
@@ -278,7 +280,7 @@ def _print_test(console: Console, reports: Sequence[RankReport]) -> None:
 def _binary(num_bytes: int) -> str:
     """These are powers of two, or close to one where the ranks cut them."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= factor:
+        if num_bytes >= 0.95 * factor:
             return f"{num_bytes / factor:.0f} {unit}"
     return f"{num_bytes} B"
 
