@@ -263,6 +263,30 @@ def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
     assert all(map(math.isfinite, (value for point in points for value in point)))
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_odd_records(tmp_path: Path, seed: int, part: int) -> None:
+    """Whatever is missing, zero or no number, there is a page."""
+    draw = random.Random(f"{seed} {part}")
+    odd = ["nan", "inf", "-inf", 0, -1e300, 1.7e308, 5e-324]
+
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        holes = {name: {} for name in ("memory", "expected", "metrics", "sent", "split")}
+        holes |= {"seconds": 0.0, "skipped": True, "metrics": {"loss": draw.choice(odd)}}
+        return line | {name: value for name, value in holes.items() if draw.random() < 0.2}
+
+    for number in range(10):
+        recorded = Recorded(
+            world_size=draw.choice([1, 2, 20]),
+            num_steps=draw.choice([0, 1, 2, 25]),
+            detailed=draw.choice([(), (1,), (50,)]),
+            change=change,
+        )
+        folder = recorded.write(tmp_path / f"run{number}")
+        if draw.random() < 0.3:
+            (folder / steps_file(0)).unlink()
+        report(folder, tmp_path / f"run{draw.randrange(number + 1)}")
+
+
 def test_many_ranks(tmp_path: Path) -> None:
     """The fastest, the middle and the slowest have bars; the table is folded."""
     folder = Recorded(world_size=80, num_steps=3, slow=17, detailed=(2,)).write(tmp_path / "run")

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from onecopy.report import charts, html
 from onecopy.report.html import Cells, escape
-from onecopy.report.summary import COUNTS, Series, Summary
+from onecopy.report.summary import COUNTS, Series, Summary, mean
 from onecopy.report.verdict import number
 
 __all__ = ["DASHES", "Sampled", "sampled", "section"]
@@ -24,6 +24,7 @@ MOST_METRICS = 24
 DASHES = ("", "7 4", "2 4", "9 3 2 3")
 # Where the highest value is so many times the lowest, a curve is drawn over its logarithm.
 FAR = 1e4
+LARGEST = 1e300  # beyond it differences are infinite, and so is a value here
 PERIODS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
 
@@ -43,9 +44,9 @@ def sampled(series: Series, points: int = POINTS) -> Sampled:
     found = Sampled([], [], [], [])
     for start in range(0, len(series.steps), length):
         values = [value for ranks in series.values[start : start + length] for value in ranks]
-        finite = [value for value in values if math.isfinite(value)]
+        finite = [value for value in values if abs(value) < LARGEST]
         found.steps.append(fmean(series.steps[start : start + length]))
-        found.mean.append(fmean(finite) if finite else math.nan)
+        found.mean.append(mean(finite) if finite else math.nan)
         found.low.append(min(finite, default=math.nan))
         found.high.append(max(finite, default=math.nan))
     return found

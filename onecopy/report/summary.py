@@ -91,12 +91,17 @@ class Series:
 
     def means(self) -> list[float]:
         """Of each step over its ranks; not a number where one of them is none."""
-        return [fmean(ranks) for ranks in self.values]
+        return [mean(ranks) for ranks in self.values]
 
     def not_numbers(self) -> list[int]:
         """Steps in which a rank has a value that is nan or infinite."""
         pairs = zip(self.steps, self.values, strict=True)
         return [step for step, ranks in pairs if not all(map(math.isfinite, ranks))]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of any floats: statistics.fmean raises where infinities meet or sums become too large."""
+    return sum(values) / len(values)
 
 
 # Not slotted: what is expensive is kept once it is known.
