@@ -113,16 +113,20 @@ def late_data(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_late_batch_is_told_once_with_its_line(pool: Pool, stage: int) -> None:
-    """Of two ranks that wait the lower one tells, and names verb, unit, step and the line."""
-    first, *others = pool.run(3, late_data, stage)
-    assert others == [[], []]
-    (text,) = first
+    """One of two ranks that wait tells, and names verb, unit, step and the line."""
+    *waiters, other = pool.run(3, late_data, stage)
+    assert other == []
+    (text,) = (text for texts in waiters for text in texts)
+    teller = int(waiters[0] == [])
     waiting, late = text.index("ranks 0-1: each waits"), text.index("rank 2 does not wait")
     assert late < waiting, "those that the others wait for come first"
     assert "until_told()  # late in the data" in text[late:waiting]
     assert "between two steps, step 3" in text[late:waiting]
     verb = "gather" if stage == 3 else "reduce"
-    assert f"training stands still: rank 0 has waited 1 s: it waits for the {verb} of unit" in text
+    assert (
+        f"training stands still: rank {teller} has waited 1 s: it waits for the {verb} of unit"
+        in text
+    )
     assert "step 3" in text.splitlines()[0]
     assert "model(batch)" in text[waiting:]
 
@@ -263,6 +267,22 @@ def test_it_can_be_switched_off(pool: Pool) -> None:
     assert pool.run(2, silent) == [([], []), ([], [])]
 
 
+def test_the_lowest_rank_that_waits_tells(caplog: pytest.LogCaptureFixture) -> None:
+    """Another one does when that one falls silent. Both are in this process, and look when told."""
+    store = dist.HashStore()
+    third, first = (Watchdog(store, rank) for rank in (2, 0))
+    for one in (third, first):
+        one.stop()
+        one.seconds = 1e-6
+    with Wait("reduce", (0, 2), unit="layers.1"):
+        while "rank 0 has waited" not in caplog.text:
+            third.look()
+            first.look()
+        assert "rank 2 has waited" not in caplog.text
+        while "rank 2 has waited" not in caplog.text:
+            third.look()
+
+
 SERVE = (
     "import sys, torch.distributed as dist;"
     "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False);"
@@ -286,7 +306,7 @@ def test_a_store_that_does_not_answer_is_told(caplog: pytest.LogCaptureFixture) 
         finally:
             server.send_signal(signal.SIGCONT)
         assert "rank 3 has waited" in caplog.text
-        assert "in gather layers.1" in caplog.text
+        assert "in the gather of unit layers.1" in caplog.text
         watchdog.stop()
 
 

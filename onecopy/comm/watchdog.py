@@ -104,8 +104,9 @@ class Watchdog:
         is_stuck = began is not None and now - began > self.seconds + 4 * self.pause
         if not is_stuck or wait is None or now - wait.since < self.seconds:
             return False
+        what = f"the {wait.verb} of unit {wait.unit}" if wait.unit else wait.verb
         LOGGER.warning(
-            f"rank {self._rank} has waited {now - wait.since:.0f} s in {wait.verb} {wait.unit}; "
+            f"rank {self._rank} has waited {now - wait.since:.0f} s in {what}; "
             f"the process group's store has not answered for {now - (began or now):.0f} s: the "
             "process that holds it (rank 0, or torchrun) is stopped or cannot be reached"
         )
