@@ -220,7 +220,11 @@ def test_a_run_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Its first line says why; a terminal gets no escape sequence of it."""
     error = "ValueError: \x1b[31mno such <b>thing</b>\nmore"
     folder = Recorded(status="failed", error=error, num_steps=3).write(tmp_path / "run")
-    assert "no such <b>thing</b>." in words(report(folder))
+    page = report(folder)
+    assert "no such <b>thing</b>." in words(page)
+    assert [words(one).strip() for one in page.iter(f"{HTML}pre")] == [
+        f"rank 1: {error}".replace("\x1b", "\ufffd")
+    ]
     shown = capsys.readouterr().out
     assert shown.startswith("Failed after 3 steps")
     assert "\x1b" not in shown

@@ -14,7 +14,7 @@ from onecopy.report.differences import differences, settings_of
 from onecopy.report.html import Cells, escape
 from onecopy.report.progress import count, duration, plural, size
 from onecopy.report.summary import Summary
-from onecopy.report.verdict import advice, number, percent, span, verdict
+from onecopy.report.verdict import advice, number, percent, shorten, span, verdict
 
 __all__ = ["report_page"]
 
@@ -89,9 +89,18 @@ def _card(run: Summary, colour: int, *, with_name: bool) -> str:
     return (
         f'<section class="run c{colour % len(html.COLOURS)}">\n{name}'
         f'<p class="verdict">{escape(verdict(run))}</p>\n<dl class="facts">{facts}</dl>'
+        + _error(run)
         + (f"\n<h3>What may help</h3>\n<ul>{advised}</ul>" if advised else "")
         + "\n</section>"
     )
+
+
+def _error(run: Summary) -> str:
+    """All of an error of which the verdict has the beginning only."""
+    error = (run.run.error or "").strip()
+    if shorten(error) == error:
+        return ""
+    return html.fold("The whole error", f"<pre>{escape(error)}</pre>")
 
 
 def _facts(run: Summary) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from onecopy.report.progress import count, duration
 from onecopy.report.run_folder import ModelRecord
 from onecopy.report.summary import COUNTS, WAITS, Summary
 
-__all__ = ["advice", "number", "percent", "span", "verdict"]
+__all__ = ["advice", "number", "percent", "shorten", "span", "verdict"]
 
 WAITING_FOR = {
     "gather": "for gathers",
@@ -23,6 +23,7 @@ WORK = {"compute": "computing", "optimizer": "the optimizer", "io": "reading and
 # Shares of a step from which something is worth a word.
 MUCH_WAITING, MUCH_OPTIMIZER, MUCH_IO = 0.2, 0.25, 0.1
 FAR_APART, SENT_TOO_MUCH = 0.1, 0.02
+LONGEST = 240  # letters
 OFTEN = 0.7  # of the steps, for a rank to be called the slowest
 
 
@@ -34,6 +35,12 @@ def verdict(run: Summary) -> str:
 def advice(run: Summary) -> list[str]:
     """What to look at first, in order of weight; often nothing."""
     return [sentence for rule in RULES for sentence in rule(run)]
+
+
+def shorten(error: str) -> str:
+    """The first line of an error, as far as a sentence can hold it."""
+    line = error.strip().partition("\n")[0]
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
 
 
 def percent(share: float) -> str:
@@ -63,7 +70,7 @@ def span(seconds: float) -> str:
 def _status(run: Summary) -> str:
     steps, took = _steps(len(run.steps)), duration(run.run.seconds)
     if run.run.status == "failed":
-        error = (run.run.error or "no error is recorded").strip().splitlines()[0]
+        error = shorten(run.run.error or "no error is recorded")
         return f"Failed after {steps} in {took}: {error.rstrip('.')}."
     if run.run.status == "finished":
         return f"Finished: {steps} in {took}."
