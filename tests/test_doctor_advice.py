@@ -34,6 +34,7 @@ from onecopy.doctor.facts import (
     TorchBuild,
 )
 from onecopy.doctor.findings import FINE, LEVELS, NOTE, PROBLEM, WARNING, Finding, merged
+from onecopy.doctor.meeting import first_line
 from onecopy.doctor.results import SIZES, Card, RankReport, Training, Transfer
 from onecopy.doctor.show import print_examination
 
@@ -416,6 +417,12 @@ STOPPED: dict[str, Any] = {
             "nc -vz 10.0.0.0 29500",
         ),
         (
+            [report(rank, **{**STOPPED, "cards": (card(0, address=None),)}) for rank in range(2)],
+            PROBLEM,
+            "no further than 'connecting': rank 0, 1: timed out",
+            "an interface that is up and has an address",
+        ),
+        (
             [report(0, **{**STOPPED, "cards": (card(0, address="127.0.1.1"), card(1))})],
             PROBLEM,
             "no further than 'connecting'",
@@ -501,6 +508,15 @@ def test_what_ranks_find_is_explained(
     assert found.level == level
     assert remedy in found.remedy
     assert found.why
+
+
+def test_errors_are_told_without_places_in_the_sources_of_others() -> None:
+    text = "[enforce fail at /a/b/device.cc:84] x != y. No address\n[/c/pair.cc:9] more"
+    assert first_line(RuntimeError(text)) == "x != y. No address"
+    assert first_line(RuntimeError("failed with [/c/pair.cc:9] timed out")) == (
+        "failed with timed out"
+    )
+    assert first_line(TimeoutError()) == "TimeoutError"
 
 
 def test_accelerators_may_round_otherwise() -> None:

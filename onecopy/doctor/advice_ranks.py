@@ -71,7 +71,10 @@ def _stopped(reports: Sequence[RankReport], where: str) -> Iterator[Finding]:
         return
     # Ranks stop where the first does, or one behind it.
     first = min(stopped, key=lambda report: report.seconds)
-    errors = dict.fromkeys(f"rank {report.rank}: {report.error}" for report in stopped)
+    ranks_of: dict[str, list[int]] = {}
+    for report in stopped:
+        ranks_of.setdefault(report.error, []).append(report.rank)
+    errors = [f"rank {_listed(ranks)}: {error}" for error, ranks in ranks_of.items()]
     others = [
         f"rank {rank} was at: {what or 'nothing yet'}"
         for rank, what in first.others.items()
@@ -105,6 +108,8 @@ def _reason(report: RankReport) -> str:
 def _places(cards: Sequence[Card]) -> str:
     shown = [
         f"rank {card.rank} listens on {card.address} ({card.interface}, {card.host})"
+        if card.address
+        else f"rank {card.rank} cannot listen on {card.interface} ({card.host})"
         for card in cards[:8]
     ]
     more = f", and {len(cards) - 8} more" if len(cards) > 8 else ""
@@ -117,6 +122,8 @@ def _remedy(report: RankReport, where: str) -> str:
             f"see that every rank was started, and from the other machines: nc -vz {where} "
             "(a firewall, or another MASTER_ADDR)"
         )
+    if any(card.address is None for card in report.cards):
+        return "export GLOO_SOCKET_IFNAME=<an interface that is up and has an address>, or unset it"
     machines = sum(card.is_first_here for card in report.cards)
     loopback = [card.rank for card in report.cards if (card.address or "").startswith("127.")]
     if loopback and machines > 1:

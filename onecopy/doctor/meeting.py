@@ -129,4 +129,7 @@ class Meeting:
 def first_line(error: BaseException) -> str:
     """What happened, without the C++ stack and the places in the sources that torch adds."""
     text = str(error).strip().partition("\n")[0]
-    return re.sub(r"\[\S+\.(?:cc|cpp|h):\d+\]\s*", "", text) or type(error).__name__
+    return (
+        re.sub(r"\[(?:enforce fail at )?\S+\.(?:cc|cpp|h):\d+\]\s*", "", text)
+        or type(error).__name__
+    )
