@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onecopy import handle
@@ -22,7 +22,6 @@ __all__ = ["Counts", "ModelRecorder"]
 SENDS = ("gather", "reduce", "refresh")
 # A step with more events than that keeps its first ones.
 MOST_EVENTS = 100_000
-DEFAULTS = {item.name: item.default for item in fields(Event)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,6 @@ class ModelRecorder:
 
 
 def _plain(event: Event) -> dict[str, Any]:
-    found = {name: getattr(event, name) for name in DEFAULTS}
-    found["seconds"] = round(event.seconds, 7)
-    return {name: value for name, value in found.items() if value != DEFAULTS[name]}
+    found = event._replace(seconds=round(event.seconds, 7))._asdict()
+    defaults = Event._field_defaults
+    return {name: value for name, value in found.items() if value != defaults.get(name)}
