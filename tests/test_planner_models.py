@@ -16,7 +16,7 @@ from onecopy.core.partition import find_units
 from onecopy.errors import ConfigError
 from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import families
-from onecopy.planner.memory import Batch, activation_bytes
+from onecopy.planner.activations import Batch, activations_of
 from onecopy.planner.shapes import ModelShape
 from tests.pool import Pool
 
@@ -207,7 +207,7 @@ def test_activations_are_those_that_are_held(
     assert transformer is not None
     batch = Batch(samples=SAMPLES, sequence=SEQUENCE)
     width = 2 if dtype == "bfloat16" else 4
-    planned = activation_bytes(transformer, batch, width, recompute=again)
+    planned = activations_of(transformer, batch, width, recompute=again).most
     found = peak_of_activations(family, settings, dtype, again)
     # Mostly within 2 percent; more where little is kept, and for attention that is not fused.
     assert 0.9 < planned / found < 1.25
@@ -249,16 +249,20 @@ def peak_of_a_step(family: str, stage: int, world: int, again: bool) -> tuple[in
             optimizer.step()
             optimizer.zero_grad()
             del outputs
-        return live.peak_bytes, planned.rows[0].memory.total
+        # Buffers of the model are not planned.
+        buffers = sum(one.nbytes for one in model.buffers())
+        return live.peak_bytes - buffers, planned.rows[0].memory.total
 
 
 @pytest.mark.sampled(
     "family, stage, again",
-    list(itertools.product(("gpt2", "llama"), (0, 1, 2, 3), (False, True))),
+    list(itertools.product(SMALL, (0, 1, 2, 3), (False, True))),
     8,
-    always=[("gpt2", 1, False), ("gpt2", 3, True), ("llama", 2, True), ("llama", 3, False)],
+    always=[
+        *(("gpt2", 1, False), ("gpt2", 3, True), ("llama", 2, True), ("llama", 3, False)),
+        *(("bert", 2, False), ("mixtral", 2, False)),
+    ],
 )
 def test_the_peak_of_a_step(pool: Pool, family: str, stage: int, again: bool) -> None:
     for found, planned in pool.run(2, peak_of_a_step, family, stage, 2, again):
-        # Each kind of memory at its most, though not all are at the same moment.
-        assert 1 <= planned / found < 1.35
+        assert 1 <= planned / found < 1.2

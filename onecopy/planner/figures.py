@@ -80,6 +80,8 @@ def footnotes(plan: Plan) -> Iterator[str]:
             "The paper counts 16-bit gradients; here the optimizer reads fp32 ones, and stage 3 "
             "makes 16-bit parameters from the masters when they are gathered."
         )
+    if any(row.memory.total < row.memory.sum for row in plan.rows):
+        yield "All of it is less than the sum: gradients come as activations go."
     if any(row.way.recompute for row in plan.rows):
         yield "*: activations of blocks are computed again in backward."
     if any(row.way.is_lean for row in plan.rows):

@@ -1,34 +1,33 @@
 """Bytes of one rank at the peak of a step, and what it sends, from the runtime's own layout.
 
-Model states are those that the rank holds after a backward; beside them the peak has the units
-that are gathered, the buffers in which gradients come and go, and the activations. Each is the
-most that is held of its kind, so their sum is at least the true peak; the tests compare it with
-live tensors.
+Model states are those that the rank holds after a backward; beside them a step has the units that
+are gathered, the buffers in which gradients come and go, and the activations. Each is the most that
+is held of its kind. Not all are at their most together: gradients come as activations go. So the
+peak is looked for at the moments of a backward, see `_moments`; it is at least the true one, and
+the tests compare it with live tensors.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from onecopy.core.layout import ALIGNMENT_BYTES, Layout
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
+from onecopy.planner.activations import Activations
 from onecopy.planner.estimate import ElementWidths
-from onecopy.planner.shapes import ModelShape, TransformerShape, UnitShape
+from onecopy.planner.shapes import ModelShape, UnitShape
 from onecopy.report.states import StateBytes
 
 __all__ = [
     "KINDS",
-    "Batch",
     "Cluster",
     "Memory",
     "Sent",
     "Step",
-    "activation_bytes",
     "memory_of",
     "sent_by",
 ]
@@ -53,40 +52,27 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one rank computes at a time: samples, tokens of each, and backwards per step."""
-
-    samples: int
-    sequence: int
-    backwards: int = 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one backward."""
-        return self.samples * self.sequence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What a step has beside the model's states.
 
-    backwards: in it. activations: bytes at their peak, None where they are not known.
+    backwards: in it. activations: of each, None where they are not known.
     prefetch_bytes: as in `Config`, of units gathered ahead of their use.
     """
 
     backwards: int = 1
-    activations: int | None = None
+    activations: Activations | None = None
     prefetch_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one rank at the peak, by kind.
+    """Bytes on one rank, by kind, each at its most.
 
     parameters, gradients, optimizer: model states, as `estimate.state_bytes` has them.
     gathered: whole units that are there only while they are used.
     buffers: gradients of whole units on their way to their owners.
     activations: None where the model's shape does not tell.
+    at_peak: the same at the moment when their sum is largest.
     """
 
     parameters: int
@@ -95,6 +81,7 @@ class Memory:
     gathered: int
     buffers: int
     activations: int | None
+    at_peak: Mapping[str, int]
 
     @property
     def states(self) -> int:
@@ -103,17 +90,24 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.states + self.gathered + self.buffers + (self.activations or 0)
+        """The most that is there at one moment."""
+        return sum(self.at_peak.values())
+
+    @property
+    def sum(self) -> int:
+        """Of all kinds, though they are not at their most together."""
+        return sum(size or 0 for size in self.by_kind().values())
 
     def __add__(self, other: Memory) -> Memory:
         """Of two models on one rank, each at its peak."""
-        both = zip(self.by_kind().items(), other.by_kind().values(), strict=True)
-        return Memory(**{kind: (first or 0) + (second or 0) for (kind, first), second in both})
+        mine, more = self.by_kind(), other.by_kind()
+        both = {kind: (mine[kind] or 0) + (more[kind] or 0) for kind in KINDS}
+        at_peak = {kind: self.at_peak[kind] + other.at_peak[kind] for kind in KINDS}
+        return Memory(**both, at_peak=at_peak)
 
     def by_kind(self) -> dict[str, int | None]:
         """The parts by name, in the order of the table."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return {kind: getattr(self, kind) for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +181,15 @@ class _Sized:
         more = self.layout.slice_numels[rank] - mean
         return estimate.owned_bytes(self.stage(stage), more, self.state_widths)
 
+    def gradients_kept(self, stage: int) -> int:
+        """Bytes of local gradients that stay between steps."""
+        keeps = STAGES[self.stage(stage)].keeps_gradient_buffer
+        return self.layout.gradient_numel * self.state_widths.wire if keeps else 0
+
+    def mean_kept(self, stage: int, devices: int) -> int:
+        """Bytes of the mean gradient that a rank has of it after a backward."""
+        return self.states(stage, devices).gradients - self.gradients_kept(stage)
+
     def states(self, stage: int, devices: int) -> StateBytes:
         """Of one such unit."""
         widths, stage = self.state_widths, self.stage(stage)
@@ -239,14 +242,49 @@ def memory_of(
     units = list(_sized(model, stage, devices, widths))
     states = [(one.unit.count, one.states(stage, devices)) for one in units]
     states += _uneven(units, stage, devices)
+    most = {
+        "parameters": sum(count * one.parameters for count, one in states),
+        "gradients": sum(count * one.gradients for count, one in states),
+        "optimizer": sum(count * one.optimizer for count, one in states),
+        "gathered": _gathered(units, step.prefetch_bytes) if STAGES[stage].releases else 0,
+        "buffers": _buffers(units, stage, devices, step.backwards),
+    }
+    activations = step.activations
+    own = {"activations": 0 if activations is None else activations.most}
+    moments = [{**most, **own, **moment} for moment in _moments(units, stage, devices, step)]
     return Memory(
-        parameters=sum(count * one.parameters for count, one in states),
-        gradients=sum(count * one.gradients for count, one in states),
-        optimizer=sum(count * one.optimizer for count, one in states),
-        gathered=_gathered(units, step.prefetch_bytes) if STAGES[stage].releases else 0,
-        buffers=_buffers(units, stage, devices, step.backwards),
-        activations=step.activations,
+        **most,
+        activations=None if activations is None else activations.most,
+        at_peak=max(moments, key=lambda moment: sum(moment.values())),
     )
+
+
+def _moments(units: list[_Sized], stage: int, devices: int, step: Step) -> Iterator[dict[str, int]]:
+    """What differs from the most at the moments of a backward of which one is the peak.
+
+    At the loss, activations are at their most, and no gradient has come: those of the step before
+    are gone. At the head, its own come. Then each block that lets go of activations brings
+    gradients. Within a run of alike blocks both go evenly, so the sum is largest at an end.
+
+    From the second backward on all gradients are there before, and in models with several stacks,
+    or blocks that the units do not show, what comes when is not known: then all is there at once.
+    """
+    found, blocks = step.activations, [one for one in units if one.unit.count > 1]
+    num_blocks = sum(one.unit.count for one in blocks)
+    if found is None or step.backwards > 1 or [one for one, _ in found.stacks] != [num_blocks]:
+        yield {}
+        return
+    (_, kept), last = found.stacks[0], found.inside + found.outside
+    coming = {id(one): one.unit.count * one.mean_kept(stage, devices) for one in units}
+    before = sum(one.unit.count * one.gradients_kept(stage) for one in units)
+    yield {"gradients": before, "buffers": 0, "activations": found.kept + found.loss}
+    yield {"gradients": before, "activations": found.kept + found.head}
+    here = before + sum(coming[id(one)] for one in units if one.unit.count == 1)
+    yield {"gradients": here, "activations": num_blocks * kept + last}
+    for one in reversed(blocks):
+        num_blocks -= one.unit.count
+        here += coming[id(one)]
+        yield {"gradients": here, "activations": (num_blocks + 1) * kept + last}
 
 
 def _uneven(units: list[_Sized], stage: int, devices: int) -> list[tuple[int, StateBytes]]:
@@ -269,9 +307,14 @@ def _gathered(units: list[_Sized], prefetch_bytes: int | None) -> int:
     if prefetch_bytes is not None:
         most = sum(one.unit.count * one.values for one in inner)
         return around + min(most, max((one.values for one in inner), default=0) + prefetch_bytes)
-    in_order = [one.values for one in inner for _ in range(min(one.unit.count, 2))]
-    pairs = (first + second for first, second in pairwise(in_order))
-    return around + max(pairs, default=sum(in_order))
+    return around + _neighbours([(one.unit.count, one.values) for one in inner], 2)
+
+
+def _neighbours(sizes: list[tuple[int, int]], num_units: int) -> int:
+    """The most that so many units have together that follow each other; sizes with their counts."""
+    in_order = [size for count, size in sizes for _ in range(min(count, num_units))]
+    starts = range(max(1, len(in_order) - num_units + 1))
+    return max(sum(in_order[start : start + num_units]) for start in starts)
 
 
 def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> int:
@@ -282,49 +325,26 @@ def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> i
     in backward, means are here only.
     """
     cut = STAGES[stage]
-    inner = max((one.gradients for one in units if not one.lasts), default=0)
+    inner = [(one.unit.count, one.gradients) for one in units if not one.lasts]
     around = sum(one.unit.count * one.gradients for one in units if one.lasts)
     inner_mean = max((one.mean for one in units if not one.lasts), default=0)
     around_mean = sum(one.unit.count * one.mean for one in units if one.lasts)
-    # Where gradients are cut, one reduce ends before the next unit's buffer takes its memory.
+    # Where gradients are cut, one reduce ends before the next unit's buffer takes its memory. Else
+    # the next one is launched while one is on its way, and without slices a third that comes back.
     both: Callable[[int, int], int] = max if cut.cut_gradients else operator.add
-    local = 0 if cut.keeps_gradient_buffer else inner + around
-    incoming = both(inner, around) * (devices - 1) // devices
-    if not cut.shards_anything and devices > 1:
-        # The sums come back into a buffer of their own.
-        incoming += both(inner, around)
+    on_the_way = 1 if cut.cut_gradients else 2
+    comes_back = not cut.shards_anything and devices > 1
+    coming = both(_neighbours(inner, on_the_way), around)
+    local = _neighbours(inner, on_the_way + comes_back) + around
+    incoming = coming * (devices - 1) // devices
+    if comes_back:
+        # The sums come back into a buffer of their own. Of two units; one is counted as the mean
+        # that it becomes.
+        incoming += both(_neighbours(inner, 1), around)
     keeps_none = any(one.unit.trainable and not one.widths.gradient for one in units)
     again = both(inner_mean, around_mean) if backwards > 1 or keeps_none else 0
     autograd = max((one.gradient_of_autograd for one in units), default=0)
-    return local + incoming + again + autograd
-
-
-def activation_bytes(
-    transformer: TransformerShape, batch: Batch, width: int, *, recompute: bool
-) -> int:
-    """Bytes of activations at their peak, fused attention assumed.
-
-    Args:
-        width: bytes of the compute dtype.
-        recompute: only the inputs of blocks are kept, and one block is computed again at a time.
-
-    At the beginning of backward all blocks' values exist and the loss's, later the gradients
-    inside of one block. The loop is taken to keep the logits until backward has ended.
-    """
-    tokens, sequence, block = batch.tokens, batch.sequence, 0
-    whole = transformer.outside.num_bytes(width, sequence)
-    for stack in transformer.stacks:
-        saved = stack.saved.num_bytes(width, sequence)
-        whole += stack.count * (stack.hidden * width if recompute else saved)
-        # Where attention writes its weights out, so do their gradients.
-        matrix = 16 * stack.saved.positions * sequence
-        norms = max(16 * stack.hidden, 8 * stack.normed)
-        working = max(norms, 2 * width * stack.widest, matrix)
-        block = max(block, working + (saved if recompute else 0))
-    # Logits, their logarithms, and two gradients of these.
-    loss = 4 * width if not transformer.upcasts_logits else 12 + width
-    block += width * transformer.vocabulary
-    return tokens * (whole + max(block, loss * transformer.vocabulary))
+    return (0 if cut.keeps_gradient_buffer else local) + incoming + again + autograd
 
 
 def sent_by(

@@ -56,7 +56,7 @@ def as_bars(plan: Plan) -> str:
 
 
 def _bar(row: Row, unit: str) -> charts.Bar:
-    parts = {kind: num_bytes or 0 for kind, num_bytes in row.memory.by_kind().items()}
+    parts = row.memory.at_peak
     text = partial(_with_unit, unit=unit)
     return charts.Bar(
         label(row), charts.shares(parts, COLOURS, text, KINDS), text(row.memory.total)

@@ -161,6 +161,7 @@ def _row_as_dict(row: Row) -> dict[str, Any]:
         "recompute": way.recompute,
         "precision": asdict(way.policy),
         "memory": {**row.memory.by_kind(), "total": row.memory.total},
+        "at_peak": dict(row.memory.at_peak),
         "fits": row.fits,
         "paper_state_bytes": row.paper,
         "sent": asdict(row.sent),

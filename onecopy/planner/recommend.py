@@ -79,7 +79,9 @@ def preference(
     """
     cut = STAGES[stage]
     step = Fraction(1, devices) if cut.cut_optimizer else Fraction(1)
-    return (messages, again, is_lean, step, cut.releases, num_bytes, stage)
+    # One device has nobody to share with: then nothing is cut.
+    least = num_bytes if devices > 1 else 0
+    return (messages, again, is_lean, step, cut.releases, least, stage)
 
 
 # Why --------------------------------------------------------------------------------------------
@@ -145,11 +147,11 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
     options = question.options
     least = min(rows, key=lambda row: row.memory.total)
     found = [f"stage {least.stage} comes nearest, with {_needs(least)}"]
-    parts = least.memory.by_kind()
-    largest = max(parts, key=lambda kind: parts[kind] or 0)
+    parts = least.memory.at_peak
+    largest = max(parts, key=lambda kind: parts[kind])
     unit = unit_for(least.memory.total)
     found.append(
-        f"the largest part of it is {KINDS[largest]}, {amount(parts[largest] or 0, unit)} {unit}"
+        f"the largest part of it is {KINDS[largest]}, {amount(parts[largest], unit)} {unit}"
     )
     if options.checkpoint_activations == "off":
         found.append("let activations be computed again: --checkpoint-activations auto")

@@ -11,12 +11,11 @@ from fractions import Fraction
 
 from onecopy.config import Precision
 from onecopy.planner import estimate
+from onecopy.planner.activations import Batch, activations_of
 from onecopy.planner.memory import (
-    Batch,
     Memory,
     Sent,
     Step,
-    activation_bytes,
     memory_of,
     sent_by,
 )
@@ -119,7 +118,7 @@ class Question:
         widths = estimate.widths_of(way.policy, self.options.optimizer_states)
         activations = None
         if shape.transformer is not None:
-            activations = activation_bytes(
+            activations = activations_of(
                 shape.transformer, self.batch, widths.compute, recompute=way.recompute
             )
         step = Step(backwards=self.options.accumulate, activations=activations)

@@ -1,0 +1,90 @@
+"""Bytes of activations along a backward, fused attention assumed.
+
+At its beginning all blocks' values exist, and the loss's; then block after block lets go of its
+own, while one has gradients inside of it. The loop is taken to keep the logits until backward has
+ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onecopy.planner.shapes import TransformerShape
+
+__all__ = ["Activations", "Batch", "activations_of"]
+
+# Bytes of a token's small things: what it is, where, its segment, what follows (and that shifted),
+# masks and experts, most in int64.
+INDICES = 8 * 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one rank computes at a time: samples, tokens of each, and backwards per step."""
+
+    samples: int
+    sequence: int
+    backwards: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one backward."""
+        return self.samples * self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes at the moments of a backward.
+
+    outside: kept around the blocks. stacks: number of blocks, and what each keeps.
+    inside: of the block that backward is in, beside what it keeps, with the logits.
+    loss: where the loss's own gradient is made. head: where it goes through the head.
+    """
+
+    outside: int
+    stacks: tuple[tuple[int, int], ...]
+    inside: int
+    loss: int
+    head: int
+
+    @property
+    def kept(self) -> int:
+        """What all blocks keep from forward to backward."""
+        return self.outside + sum(count * kept for count, kept in self.stacks)
+
+    @property
+    def most(self) -> int:
+        """At the moment when they take most."""
+        return self.kept + max(self.inside, self.loss)
+
+
+def activations_of(
+    transformer: TransformerShape, batch: Batch, width: int, *, recompute: bool
+) -> Activations:
+    """What a model keeps for one backward.
+
+    Args:
+        width: bytes of the compute dtype.
+        recompute: only the inputs of blocks are kept, and one block is computed again at a time.
+    """
+    tokens, sequence, inside = batch.tokens, batch.sequence, 0
+    stacks = []
+    for stack in transformer.stacks:
+        saved = stack.saved.num_bytes(width, sequence)
+        stacks.append((stack.count, tokens * (stack.hidden * width if recompute else saved)))
+        # Where attention writes its weights out, so do their gradients.
+        matrix = 16 * stack.saved.positions * sequence
+        norms = max(16 * stack.hidden, 8 * stack.normed)
+        working = max(norms, 2 * width * stack.widest, matrix)
+        inside = max(inside, working + (saved if recompute else 0))
+    outside = transformer.outside.num_bytes(width, sequence) + INDICES
+    logits = tokens * transformer.vocabulary
+    # Logits, their logarithms, and two gradients of these.
+    loss = 4 * width if not transformer.upcasts_logits else 12 + width
+    return Activations(
+        outside=tokens * outside,
+        stacks=tuple(stacks),
+        inside=tokens * inside + width * logits,
+        loss=loss * logits,
+        head=2 * width * logits,
+    )
