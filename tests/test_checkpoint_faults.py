@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ import onecopy.checkpoint.folder
 import onecopy.checkpoint.saving
 from onecopy.checkpoint.verify import verify
 from onecopy.errors import CheckpointError, OneCopyError
+from tests import models
 from tests.pool import Pool
 from tests.runs import full_values
 
@@ -786,3 +788,35 @@ def test_ranks_that_see_different_checkpoints(pool: Pool, tmp_path: Path) -> Non
     """Each rank would load a part of another run."""
     for message in pool.run(2, see_other_checkpoints, str(tmp_path)):
         assert "rank 1 sees another checkpoint" in message
+
+
+def save_half_way(root: str) -> list[str]:
+    """What is said of a save between two backwards of a step, and of one after it."""
+    model = models.build("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=2)
+    said = []
+    for save in (onecopy.save, onecopy.async_save):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with onecopy.no_sync(model):
+                models.loss(model, models.batch("gpt", 0, 0)).backward()
+            pending = save(root, model, optimizer)
+            models.loss(model, models.batch("gpt", 0, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            save(root, model, optimizer)
+            if hasattr(pending, "wait"):
+                pending.wait()
+        said += [str(one.message) for one in caught]
+    return said
+
+
+def test_a_save_within_an_accumulation_says_what_is_missing(pool: Pool, tmp_path: Path) -> None:
+    """On the first rank; the loop goes on as it was."""
+    first, second = pool.run(2, save_half_way, str(tmp_path))
+    assert [text.split(":")[0] for text in first] == [
+        "onecopy.save in the midst of an accumulation",
+        "onecopy.async_save in the midst of an accumulation",
+    ]
+    assert second == []

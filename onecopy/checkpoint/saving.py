@@ -181,6 +181,7 @@ def prepare(
     options.check()
     named = name_all(model, optimizer)
     settle(named, verb)
+    _warn_of_gradients(named, verb)
     step = options.step
     if step is not None:
         step = int(step)
@@ -206,6 +207,23 @@ def prepare(
     # Whatever becomes of the working directory until it is written.
     absolute = Path(root).expanduser().absolute()
     return named, Job(absolute, step, states, objects, manifest, options)
+
+
+def _warn_of_gradients(named: Named, verb: str) -> None:
+    """Where a step is half made, a run that goes on from there makes it with less."""
+    local = [
+        gradients.unit.names[0]
+        for one in named.models.values()
+        for gradients in one.engine.gradients
+        if gradients.has_local
+    ]
+    if local and named.group.rank == 0:
+        warnings.warn(
+            f"{verb} in the midst of an accumulation: gradients are not saved, so what no_sync has "
+            f"kept so far (of {local[0]} and others) would be missing in the first step of a run "
+            "that goes on from this checkpoint. Save after optimizer.step()",
+            stacklevel=4,
+        )
 
 
 class _Packed:
