@@ -183,8 +183,8 @@ class Config:
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
     stall_seconds: how long a rank may wait for others before a report says which rank waits for
-        what, and what the others are doing; None for no reports. Ranks are waited for all the same,
-        until the timeout of the process group. See docs/observing.md.
+        what, and what the others are doing; None, or 0, for no reports. Ranks are waited for all
+        the same, until the timeout of the process group. See docs/observing.md.
     sinks: callables that receive every event (see `onecopy.events`).
 
     Where values came from is kept in `origins`, see `origin_of`.
@@ -223,10 +223,9 @@ class Config:
                 f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "
                 "prefetch off, or None for one unit ahead"
             )
-        if self.stall_seconds is not None and not 0 < self.stall_seconds < math.inf:
-            raise ConfigError(
-                f"stall_seconds={self.stall_seconds}: give seconds, or None for no reports"
-            )
+        _check_stall_seconds(self.stall_seconds)
+        if self.stall_seconds == 0:
+            object.__setattr__(self, "stall_seconds", None)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(
                 f"max_grad_norm={self.max_grad_norm}: give a positive norm, or None for no clipping"
@@ -385,9 +384,12 @@ def _changed(record: Config | Offload | Precision) -> list[tuple[str, Any]]:
 
 
 def _toml_lines(record: Config | Offload | Precision, leave_out: tuple[str, ...] = ()) -> list[str]:
-    # JSON writes strings, numbers, booleans and lists as TOML does.
+    # JSON writes strings, numbers, booleans and lists as TOML does. TOML has no word for None:
+    # where that is not the default, 0 says the same.
     return [
-        f"{name} = {json.dumps(value)}" for name, value in _changed(record) if name not in leave_out
+        f"{name} = {json.dumps(0 if value is None else value)}"
+        for name, value in _changed(record)
+        if name not in leave_out
     ]
 
 
@@ -402,6 +404,14 @@ def _names(setting: str, value: tuple[str, ...] | str) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ConfigError(f"{setting}={value!r}: give a tuple of names, ({value!r},)")
     return tuple(value)
+
+
+def _check_stall_seconds(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 <= value < math.inf):  # type: ignore[operator]
+        raise ConfigError(
+            f"stall_seconds={value!r}: give seconds, or None (in a file 0) for no reports"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -130,7 +130,7 @@ def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes a dull text. " * 100)
     folder = tmp_path / "run"
-    command = f"train --stage {stage} --nproc 2 {SMALL} --data {text} --run {folder}"
+    command = f"train --stage {stage} --nproc 2 {SMALL} --data {text} --run {folder} --trace 2"
     done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -147,6 +147,8 @@ def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
         assert [one.step for one in rank.steps] == [1, 2, 3, 4]
         assert all(one.metrics.keys() >= {"loss", "lr"} for one in rank.steps)
         assert "held_out_bits" in rank.steps[-1].metrics
+        assert {one.step for one in rank.events} == {2, 3}
+    assert '"step 3"' in (folder / "trace.json").read_text()
     assert recorded.settings["stage"].value == stage
     assert recorded.settings["steps"].origin == "command line"
     again = run(command)

@@ -13,6 +13,8 @@ CONFIGS = [
     Config(),
     Config(stage=2, precision="bf16", max_grad_norm=1.0, prefetch_bytes=0),
     Config(units=("layers.*", 'a "quoted" one'), keep_gathered=("tower",), whole_parameters=True),
+    Config(stall_seconds=None),
+    Config(stall_seconds=2.5),
     Config(
         stage=0,
         precision=Precision(compute="fp16", keep_fp32=("LayerNorm",), loss_scale=8.0),
@@ -47,6 +49,8 @@ def test_short_forms_are_read() -> None:
         ("stagee = 2\n", "Did you mean 'stage'"),
         ("[precision]\ncomputes = 'bf16'\n", r"Did you mean 'precision\.compute'"),
         ("stage 2\n", "the text is not TOML"),
+        ("stall_seconds = -1\n", "stall_seconds=-1: give seconds, or None"),
+        ("stall_seconds = 'long'\n", "stall_seconds='long': give seconds, or None"),
         ("no/such/file.toml", r"no/such/file\.toml cannot be read"),
     ],
 )

@@ -95,7 +95,7 @@ def _spans(events: list[Event], rank: int, thread: str) -> list[Event]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_trace_has_all_steps_of_all_ranks(pool: Pool, tmp_path: Path, stage: int) -> None:
     """Written by the first rank while training goes on; times are those of the events."""
-    pool.run(2, train, str(tmp_path), stage, 5, 3)
+    pool.run(2, train, str(tmp_path), stage, 7, 3)
     found = json.loads((tmp_path / "trace.json").read_text())
     events = found["traceEvents"]
     check_format(events)

@@ -112,7 +112,7 @@ class Recorder:
         self._trackers.flush()
         self._files.finish(status, error, self._time_of(time.perf_counter()))
         if self._trace is not None:
-            self._trace.finish()
+            self._trace.finish(ended_well=error is None)
 
     @not_compiled
     def _after_step(self, number: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -158,8 +158,16 @@ class Recorder:
         self._write_events(self._step)
         self._keep(line)
         self._look_closely()
-        if self._trace is not None and self._num_ended == FIRST_CLOSE + self._wishes.trace:
-            # To make this step, the others have written what they had of those before it.
+        if self._wishes.trace:
+            self._hand_over(self._num_ended - FIRST_CLOSE - self._wishes.trace)
+
+    def _hand_over(self, num_steps: int) -> None:
+        """So many steps after the first one that is not traced, what there is for the trace."""
+        if num_steps == 0:
+            # The line of the last one has just been written.
+            self._files.steps.flush()
+        elif num_steps == 1 and self._trace is not None:
+            # To make this step, the others have come here, too, after the one before it.
             self._trace.start()
 
     def _keep(self, line: dict[str, Any]) -> None:

@@ -30,13 +30,16 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._write, name="onecopy writes the trace")
         self._thread.start()
 
-    def finish(self) -> None:
-        """The run has ended. Waits for the trace; writes it, if nobody has started to."""
+    def finish(self, *, ended_well: bool) -> None:
+        """The run has ended. Waits for the trace; writes it, if nobody has started to.
+
+        Where a run has ended well, the other ranks' last events are waited for.
+        """
         if self._thread is not None:
             self._thread.join()
             return
         deadline = time.monotonic() + PATIENCE
-        while self._is_awaited() and time.monotonic() < deadline:
+        while ended_well and self._is_awaited() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._write()
 
