@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onecopy.config import Precision as Precision
     from onecopy.core.build import init_sharded as init_sharded
     from onecopy.core.pretrained import load_pretrained as load_pretrained
+    from onecopy.core.tiling import tile_linears as tile_linears
     from onecopy.core.uneven import join as join
     from onecopy.core.uneven import loss_weight as loss_weight
     from onecopy.errors import OneCopyError as OneCopyError
@@ -58,6 +59,7 @@ _WHERE = {
     "record": "onecopy.recording.record",
     "save": "onecopy.checkpoint.saving",
     "shard": "onecopy.api",
+    "tile_linears": "onecopy.core.tiling",
     "unshard": "onecopy.api",
 }
 
@@ -83,6 +85,7 @@ __all__ = [
     "record",
     "save",
     "shard",
+    "tile_linears",
     "unshard",
 ]
 

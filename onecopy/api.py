@@ -40,6 +40,7 @@ from onecopy.core.restore import restore_models
 from onecopy.core.stages import STAGES
 from onecopy.core.state_dict import add_state_dict_hooks
 from onecopy.core.step_in_backward import check_step_in_backward
+from onecopy.core.tiling import refuse_replaced
 from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
@@ -355,6 +356,7 @@ def _check_arguments(models: Sequence[object], optimizers: Sequence[torch.optim.
             )
     for optimizer in optimizers:
         check_optimizer(optimizer)
+        refuse_replaced(optimizer)
     parameters = {
         id(parameter)
         for one in models

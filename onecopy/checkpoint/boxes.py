@@ -37,6 +37,11 @@ class Box:
         """Number of elements."""
         return math.prod(self.sizes)
 
+    def moved(self, steps: Sequence[int]) -> Box:
+        """The same box of a larger tensor, in which this one's tensor begins at `steps`."""
+        offsets = tuple(one + step for one, step in zip(self.offsets, steps, strict=True))
+        return Box(offsets, self.sizes, self.start)
+
     def permuted(self, order: Sequence[int]) -> Box:
         """The box with its dimensions in another order; `order[i]` is where dimension i goes."""
         places = sorted(range(len(order)), key=order.__getitem__)

@@ -178,13 +178,13 @@ class Names:
         left = dict(self._split(prefix))
         # A plain optimizer.state_dict() has numbers in the place of names.
         is_numbered = all(name.isdecimal() for name in left)
-        found = {}
-        parameters = (one for group in optimizer.binding.parameters for one in group)
-        for number, parameter in enumerate(parameters):
+        by_name = {}
+        parameters = [one for group in optimizer.binding.parameters for one in group]
+        for number, parameter in enumerate(named.distinct(parameters)):
             names = self.stored_names(named, parameter)
             for name in (*names, str(number)) if is_numbered else names:
                 if name in left:
-                    found[id(parameter)] = left.pop(name)
+                    by_name[named.name_of(parameter)] = left.pop(name)
                     break
         if left:
             raise CheckpointError(
@@ -193,7 +193,8 @@ class Names:
                 "optimizer with the parameters that it had, or load the model alone: "
                 "load(root, model)"
             )
-        return found
+        found = ((id(one), by_name.get(named.name_of(one))) for one in parameters)
+        return {key: states for key, states in found if states is not None}
 
     def stored_names(self, named: Named, parameter: object) -> list[str]:
         """What an optimizer's part of the checkpoint may call a parameter."""

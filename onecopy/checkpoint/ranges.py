@@ -18,22 +18,25 @@ from onecopy.checkpoint.boxes import Box, boxes_of_range, whole_box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Range", "memory_order", "whole_tensor"]
+__all__ = ["Range", "Values", "memory_order", "whole_tensor"]
 
 # Larger boxes are cut, so that memory is bounded, and a rank of a larger world reads little more
 # than it needs.
 MAX_ITEM_BYTES = 1 << 26
 
+Values = Callable[[int, int], torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [offset, offset + numel) of a tensor, in its memory order.
+    """Elements [offset, offset + numel) of a tensor, or of a box of it, in its memory order.
 
     key: the tensor's name in the checkpoint.
     shape: of the whole tensor.
     order: its dimensions from the slowest to the fastest in memory.
     values: given two places, counted from `offset`, the elements between them: 1-D, in memory
         order; for loading, a view that is written to.
+    within: the box that the elements are counted in; None for the whole tensor.
     """
 
     key: str
@@ -41,8 +44,9 @@ class Range:
     dtype: torch.dtype
     offset: int
     numel: int
-    values: Callable[[int, int], torch.Tensor]
+    values: Values
     order: tuple[int, ...]
+    within: Box | None = None
 
     def boxes(self) -> Iterator[tuple[Box, Callable[[], torch.Tensor]]]:
         """The boxes of this range in the tensor's coordinates, and for each how to get its values.
@@ -52,10 +56,12 @@ class Range:
         if not self.numel and not self.offset:
             yield whole_box(self.shape), lambda: self.values(0, 0).view(self.shape)
             return
-        in_memory = [self.shape[dim] for dim in self.order]
+        counted = self.within or whole_box(self.shape)
+        in_memory = [counted.sizes[dim] for dim in self.order]
         limit = MAX_ITEM_BYTES // self.dtype.itemsize
         for box in boxes_of_range(in_memory, self.offset, self.offset + self.numel, limit):
-            yield box.permuted(self.order), lambda box=box: self._view(box)  # type: ignore[misc]
+            place = box.permuted(self.order).moved(counted.offsets)
+            yield place, lambda box=box: self._view(box)  # type: ignore[misc]
 
     def _view(self, box: Box) -> torch.Tensor:
         first = box.start - self.offset

@@ -7,13 +7,14 @@ that do more there see what they always see.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
+from onecopy.checkpoint.ranges import Range, whole_tensor
 from onecopy.checkpoint.states import is_cut_state
 from onecopy.core.optimizer_state import COUNTERS, TAG, tag_of
 from onecopy.errors import CheckpointError
@@ -49,6 +50,9 @@ class OptimizerStates:
         # By number of the piece, by name: a tensor, or the key of an object.
         self._states: list[dict[str, Any]] = []
         self._objects: list[tuple[dict[str, Any], str, str]] = []
+        # Tensors that are read whole, by key, and who wants a copy of one.
+        self._whole: dict[str, torch.Tensor] = {}
+        self._copies: list[tuple[dict[str, Any], str, str]] = []
         # What belongs to whole parameters, of which this rank owns pieces.
         self._of_whole: list[tuple[str, TensorStorageMetadata]] = []
         self._saved_groups: dict[str, dict[str, Any]] = {}
@@ -59,8 +63,12 @@ class OptimizerStates:
     def _read(self, into: dict[str, Any], name: str, key: str, names: Names) -> None:
         """Read something whole."""
         stored = names.stored(key)
-        if isinstance(stored, TensorStorageMetadata):
+        if isinstance(stored, TensorStorageMetadata) and key in self._whole:
+            # The tiles of one parameter have a copy each.
+            self._copies.append((into, name, key))
+        elif isinstance(stored, TensorStorageMetadata):
             into[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            self._whole[key] = into[name]
             self.ranges.append(whole_tensor(key, into[name]))
         else:
             self._objects.append((into, name, key))
@@ -82,6 +90,9 @@ class OptimizerStates:
             self._states.append(state)
             present = self._binding.optimizer.state.get(unit.slice.pieces[index], {})
             values = names.values_of(self._named, parameter)
+            model = self._named.model_of(parameter)
+            is_cut = unit.slice.place_of(index).numel < parameter.numel()
+            is_part = is_cut or id(parameter) in model.places
             for name, key in found.get(id(parameter), {}).items():
                 stored = names.stored(key)
                 is_tensor = isinstance(stored, TensorStorageMetadata)
@@ -91,10 +102,11 @@ class OptimizerStates:
                     is_cast = dtype == values.properties.dtype
                     dtype = unit.dtypes.master if is_cast else dtype
                     flat, state[name] = _memory_for(unit, index, dtype, present.get(name))
-                    self._read_piece(unit, index, key, flat)
+                    place, read = unit.slice.place_of(index), partial(_between, flat)
+                    self.ranges.append(model.range_like(unit, place, key, flat.dtype, read))
                     continue
                 self._read(state, name, key, names)
-                if is_tensor and unit.slice.place_of(index).numel < parameter.numel():
+                if is_tensor and is_part:
                     self._of_whole.append((key, stored))
 
     def _refuse_whole(self) -> None:
@@ -107,21 +119,6 @@ class OptimizerStates:
                 "Shard with whole_parameters=True, so that no parameter is cut"
             )
 
-    def _read_piece(self, unit: Unit, index: int, key: str, flat: torch.Tensor) -> None:
-        """Read a state that has a value for each element of the piece."""
-        place, parameter = unit.slice.place_of(index), unit.parameters[index]
-        self.ranges.append(
-            Range(
-                key,
-                tuple(parameter.shape),
-                flat.dtype,
-                place.offset,
-                place.numel,
-                lambda start, stop: flat[start:stop],
-                memory_order(parameter),
-            )
-        )
-
     def take_objects(self, objects: Mapping[str, Any]) -> None:
         """The objects are read, tensors not yet: find the settings of each group.
 
@@ -129,9 +126,10 @@ class OptimizerStates:
             CheckpointError: the groups, or the update rule, are others than those that were saved.
         """
         for into, name, key in self._objects:
-            into[name] = objects[key]
+            into[name] = copy.deepcopy(objects[key])
         first = 0
-        for number, parameters in enumerate(self._binding.parameters):
+        for number, tiled in enumerate(self._binding.parameters):
+            parameters = self._named.distinct(tiled)
             self._chosen.append(self._group_of(number, parameters, first))
             first += len(parameters)
         self._refuse_whole()
@@ -151,6 +149,8 @@ class OptimizerStates:
 
     def finish(self) -> None:
         """All is read: give it to the optimizer."""
+        for into, name, key in self._copies:
+            into[name] = self._whole[key].clone()
         optimizer = self._binding.optimizer
         groups, number = [], 0
         for own, saved in zip(optimizer.param_groups, self._chosen, strict=True):
@@ -212,6 +212,10 @@ class OptimizerStates:
             "Make the optimizer with the groups that it had, or load the model alone: "
             "load(root, model)"
         )
+
+
+def _between(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return flat[start:stop]
 
 
 def _placed_as(own: Any, value: Any) -> Any:

@@ -12,7 +12,7 @@ with the model's, with several optimizers `optimizer.<name>.` takes the place of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from onecopy import handle
-from onecopy.checkpoint.ranges import Range, memory_order, whole_tensor
+from onecopy.checkpoint.boxes import Box
+from onecopy.checkpoint.ranges import Range, Values, memory_order, whole_tensor
 from onecopy.comm.groups import host_group
-from onecopy.core.pretrained import persistent_tensors
+from onecopy.core.tiled_linear import persistent_tensors, tiles_in
 from onecopy.core.unit import UnitState
 from onecopy.errors import CheckpointError, ConfigError, ShardingError
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.layout import Piece
     from onecopy.core.optimizer import Binding
+    from onecopy.core.tiled_linear import TilePlace
     from onecopy.core.unit import Unit
 
 __all__ = [
@@ -81,16 +83,30 @@ class NamedModel:
 
     prefix: of all its names: "" or "<name>.".
     names: by id of a parameter or buffer its names, the first is the one it is stored under.
+    places: by id of a tile of a parameter: which part of it the tile is. Tiles have one name.
     """
 
     prefix: str
     module: nn.Module
     engine: Engine
     names: dict[int, list[str]]
+    places: dict[int, TilePlace]
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """The first name."""
         return self.names[id(tensor)][0]
+
+    def range_like(
+        self, unit: Unit, piece: Piece, key: str, dtype: torch.dtype, values: Values
+    ) -> Range:
+        """What a rank has of a tensor that is like a parameter: as much as its piece of that."""
+        parameter = unit.parameters[piece.index]
+        shape, order = tuple(parameter.shape), memory_order(parameter)
+        tile = self.places.get(id(parameter))
+        if tile is None:
+            return Range(key, shape, dtype, piece.offset, piece.numel, values, order)
+        box = Box(tile.offsets, shape, 0)
+        return Range(key, tile.shape, dtype, piece.offset, piece.numel, values, order, box)
 
 
 @dataclass(frozen=True)
@@ -117,12 +133,23 @@ class Named:
         found: Group = owner.checkpoint_group
         return found
 
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """The first name of a parameter of any of the models."""
+    def model_of(self, parameter: torch.Tensor) -> NamedModel:
+        """Which of the models has a parameter."""
         for model in self.models.values():
             if id(parameter) in model.names:
-                return model.name_of(parameter)
+                return model
         raise CheckpointError("an optimizer has parameters of a model that was not passed")
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The first name of a parameter of any of the models."""
+        return self.model_of(parameter).name_of(parameter)
+
+    def distinct(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters of the plain model: of the tiles of one only the first."""
+        found: dict[str, torch.Tensor] = {}
+        for one in parameters:
+            found.setdefault(self.name_of(one), one)
+        return list(found.values())
 
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -215,7 +242,7 @@ def _named_model(name: str, model: nn.Module) -> NamedModel:
     names: dict[int, list[str]] = {}
     for full_name, tensor in persistent_tensors(module):
         names.setdefault(id(tensor), []).append(prefix + plain_name(full_name))
-    return NamedModel(prefix, module, engine, names)
+    return NamedModel(prefix, module, engine, names, tiles_in(module))
 
 
 def meet(named: Named, verb: str) -> None:
@@ -281,6 +308,13 @@ class States:
         else:
             self.objects[key] = value
 
+    def merge(self, other: States) -> None:
+        """Something else that this rank saves."""
+        self.ranges += other.ranges
+        self.objects |= other.objects
+        self.paths |= other.paths
+        self.aliases |= other.aliases
+
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
@@ -310,16 +344,12 @@ def states_of(named: Named) -> States:
 
 def range_of_values(model: NamedModel, unit: Unit, piece: Piece) -> Range:
     """A piece's values, in this rank's slice of the masters."""
-    parameter = unit.parameters[piece.index]
-    name = model.name_of(parameter)
-    return Range(
-        name,
-        tuple(parameter.shape),
+    return model.range_like(
+        unit,
+        piece,
+        model.name_of(unit.parameters[piece.index]),
         unit.dtypes.master,
-        piece.offset,
-        piece.numel,
         lambda start, stop: unit.slice.master_part(piece.start + start, piece.start + stop),
-        memory_order(parameter),
     )
 
 
@@ -377,40 +407,40 @@ def _add_optimizer(named: Named, optimizer: NamedOptimizer, states: States) -> N
         unit, index = found
         state = binding.optimizer.state.get(unit.slice.pieces[index])
         if state:
-            path = (*optimizer.path, STATE, named.name_of(parameter))
-            _add_state(path, state, unit, parts[unit][index], states)
+            model = named.model_of(parameter)
+            path = (*optimizer.path, STATE, model.name_of(parameter))
+            states.merge(_states_of_piece(path, state, model, unit, parts[unit][index]))
 
 
-def _add_state(path: Path, state: dict[str, Any], unit: Unit, piece: Piece, states: States) -> None:
+def _states_of_piece(
+    path: Path, state: dict[str, Any], model: NamedModel, unit: Unit, piece: Piece
+) -> States:
     """What is kept for one parameter: ranges of what is like it, the rest by whom has its start."""
-    index = piece.index
+    states, index = States(), piece.index
+    tile = model.places.get(id(unit.parameters[index]))
+    is_part = unit.slice.place_of(index).numel < unit.parameters[index].numel() or tile is not None
+    has_start = not piece.offset and (tile is None or not tile.first)
     skipped = piece.offset - unit.slice.place_of(index).offset
     for name, value in state.items():
         full_path = (*path, str(name))
         states.paths[key_of(full_path)] = full_path
         if is_cut_state(unit, index, value):
             flat = unit.slice.from_piece(index, value.detach())
+            values = partial(_between, flat, skipped)
             states.ranges.append(
-                Range(
-                    key_of(full_path),
-                    tuple(unit.parameters[index].shape),
-                    value.dtype,
-                    piece.offset,
-                    piece.numel,
-                    partial(_between, flat, skipped),
-                    memory_order(unit.parameters[index]),
-                )
+                model.range_like(unit, piece, key_of(full_path), value.dtype, values)
             )
             continue
-        if unit.slice.place_of(index).numel < unit.parameters[index].numel() and _is_larger(value):
+        if is_part and _is_larger(value):
             kind = type(value).__name__
             raise CheckpointError(
                 f"{key_of(full_path)} is a {kind} that belongs to this rank's piece of the "
                 "parameter, without a value for each of its elements: on other pieces it would "
                 "mean nothing. Shard with whole_parameters=True, so that no parameter is cut"
             )
-        if not piece.offset:
+        if has_start:
             states.add(full_path, value)
+    return states
 
 
 def _is_larger(value: Any) -> bool:
@@ -432,9 +462,14 @@ def _add_groups(named: Named, optimizer: NamedOptimizer, states: States) -> None
     groups = binding.optimizer.param_groups
     for number, (group, parameters) in enumerate(zip(groups, binding.parameters, strict=True)):
         settings = {key: value for key, value in group.items() if key != "param_names"}
-        settings["params"] = [named.name_of(parameter) for parameter in parameters]
-        if binding.names[number] is not None:
+        names = [named.name_of(parameter) for parameter in parameters]
+        settings["params"] = list(dict.fromkeys(names))
+        given = binding.names[number]
+        if given is not None:
             # All of them, where the group itself has those of this rank's pieces.
-            settings["param_names"] = binding.names[number]
+            settings["param_names"] = [
+                given[names.index(name)] if names.count(name) == 1 else name
+                for name in settings["params"]
+            ]
         for key, value in settings.items():
             states.add((*optimizer.path, GROUPS, number, str(key)), value)

@@ -6,7 +6,7 @@ Nobody holds more than one of them, so a model of any size can pass through one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from onecopy.checkpoint.ranges import whole_tensor
 from onecopy.checkpoint.source import Source, open_source
 from onecopy.checkpoint.states import extra_states_in, plain_name
 from onecopy.core.build import has_values
-from onecopy.core.pretrained import persistent_tensors
+from onecopy.core.tiled_linear import TilePlace, persistent_tensors, tiles_in
 from onecopy.errors import CheckpointError, ConfigError, ShardingError
 
 if TYPE_CHECKING:
@@ -144,17 +144,21 @@ def _module(model: nn.Module) -> Model:
     engine: Engine | None = owner.engine if owner is not None else None
     if engine is None:
         _refuse_parts(model)
-    names = _names_of_tensors(model)
+    places = tiles_in(model)
+    names = _names_of_tensors(model, places)
     left_out = set(names_left_out(model, [group for _, group in names]))
     values = []
-    for tensor, group in names:
-        if engine is None or engine.find(tensor) is None:
-            _refuse_strange(group[0], tensor)
-        dtype = _stored_dtype(engine, tensor)
-        read = partial(_read_tensor_of, engine, tensor)
-        values += [
-            Value(name, dtype, tuple(tensor.shape), read) for name in group if name not in left_out
-        ]
+    for parts, group in names:
+        for tensor in parts:
+            if engine is None or engine.find(tensor) is None:
+                _refuse_strange(group[0], tensor)
+        dtype, place = _stored_dtype(engine, parts[0]), places.get(id(parts[0]))
+        read = partial(_read_tensor_of, engine, parts[0])
+        shape = tuple(parts[0].shape)
+        if place is not None:
+            shape, tiles = place.shape, [(tensor, places[id(tensor)]) for tensor in parts]
+            read = partial(_join_tiles_of, engine, tiles, dtype)
+        values += [Value(name, dtype, shape, read) for name in group if name not in left_out]
     others = tuple(name for name, _ in extra_states_in(model))
     opened = Model(values=values, configs=configs_of(model), left_out=others)
     if engine is None:
@@ -167,12 +171,18 @@ def _module(model: nn.Module) -> Model:
     return replace(opened, world=engine.collectives.groups.world, rest=engine.rest)
 
 
-def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """What a state_dict would hold, each tensor once, with all its names."""
+def _names_of_tensors(
+    model: nn.Module, places: Mapping[int, TilePlace]
+) -> list[tuple[list[Tensor], list[str]]]:
+    """What a state_dict would hold, each tensor once, with all its names; tiled ones as tiles."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in persistent_tensors(model):
         found.setdefault(id(tensor), (tensor, []))[1].append(plain_name(name))
-    return list(found.values())
+    parts: dict[str | int, tuple[list[Tensor], list[str]]] = {}
+    for key, (tensor, names) in found.items():
+        whole = names[0] if key in places else key
+        parts.setdefault(whole, ([], names))[0].append(tensor)
+    return list(parts.values())
 
 
 def _stored_dtype(engine: Engine | None, tensor: Tensor) -> torch.dtype:
@@ -189,6 +199,16 @@ def _read_tensor_of(engine: Engine | None, tensor: Tensor) -> Tensor:
     unit, index = found
     engine.touch.touch([tensor], torch.Tensor.detach)
     return unit.gather_value(index)
+
+
+def _join_tiles_of(
+    engine: Engine | None, tiles: list[tuple[Tensor, TilePlace]], dtype: torch.dtype
+) -> Tensor:
+    """The plain layer's tensor, on the CPU; of the tiles, one at a time is gathered."""
+    whole = torch.empty(tiles[0][1].shape, dtype=dtype)
+    for tensor, place in tiles:
+        place.part_of(whole).copy_(_read_tensor_of(engine, tensor))
+    return whole
 
 
 def _refuse_strange(name: str, tensor: Tensor) -> None:

@@ -27,7 +27,7 @@ from onecopy.core.cells import Cell, cell_of, check_constants
 from onecopy.core.recorder import Recorder
 from onecopy.errors import ShardingError
 
-__all__ = ["prepare"]
+__all__ = ["copy_count", "prepare"]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +85,14 @@ def prepare(model: nn.Module) -> None:
             build.unmark(one.tensor)
             build.swap(one.tensor, one.original)
         raise
+
+
+def copy_count(tensor: Tensor, original: Tensor) -> None:
+    """A meta tensor takes the place of another: let it have been written as often."""
+    if cell_of(original) is None:
+        with torch.no_grad():
+            for _ in range(original._version - tensor._version):
+                tensor.zero_()
 
 
 def _put_aside(name: str, module: nn.Module, tensor: Tensor) -> _Bare:

@@ -1,10 +1,11 @@
 """Which parameters form a unit, without wrapping by the user.
 
 One unit for each repeated block (the children of the outermost ModuleList or Sequential of alike
-modules), one for each large leaf that is left over (embedding, head), one for the small rest at
-the root. A parameter that several modules use (tied weights) goes to a unit whose module contains
-all of its users. Each unit is uniform in device, dtypes, trainability and optimizer; where the
-optimizer needs whole parameters, each parameter of the unit gets one owner.
+modules), one for each tile of a linear, one for each large leaf that is left over (embedding,
+head), one for the small rest at the root. A parameter that several modules use (tied weights) goes
+to a unit whose module contains all of its users. Each unit is uniform in device, dtypes,
+trainability and optimizer; where the optimizer needs whole parameters, each parameter of the unit
+gets one owner.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from onecopy.core import build
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import LARGE_LEAF_NUMEL, balance
 from onecopy.core.precision import dtypes_of
+from onecopy.core.tiled_linear import TiledLinear, tiles_in
 from onecopy.core.unit import UnitSpec
 from onecopy.core.update_rules import needs_whole_parameters
 from onecopy.core.views import is_dense, is_fake
@@ -29,7 +31,7 @@ from onecopy.errors import ConfigError, ShardingError
 if TYPE_CHECKING:
     from onecopy.config import Config
 
-__all__ = ["assign_owners", "find_units"]
+__all__ = ["assign_owners", "find_units", "matching"]
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 # Leaves that are always used by calling them. Others (the projection inside MultiheadAttention,
@@ -53,7 +55,7 @@ def find_units(
         ShardingError: a parameter cannot be laid into a flat buffer.
     """
     chosen = _chosen_modules(root, config.units)
-    staying = {id(one) for _, one in _matching(root, "keep_gathered", config.keep_gathered)}
+    staying = {id(one) for _, one in matching(root, "keep_gathered", config.keep_gathered)}
     chains = _chains(root)
     precision = config.precision_policy
     kept = kept_parameters(root, precision)
@@ -61,6 +63,7 @@ def find_units(
     kinds: dict[tuple[int, Hashable], UnitSpec] = {}
     places: dict[tuple[int, int], str] = {}
     unmade_device = build.device_of(root)
+    tiles = tiles_in(root)
     for name, parameter in root.named_parameters():
         _check(name, parameter)
         place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
@@ -74,6 +77,8 @@ def find_units(
         dtypes = dtypes_of(parameter, precision, kept=id(parameter) in kept)
         optimizer = optimizer_of(parameter)
         is_whole = config.whole_parameters or needs_whole_parameters(optimizer)
+        if is_whole and id(parameter) in tiles:
+            _refuse_whole(name, optimizer)
         device = unmade_device or parameter.device
         stays = any(id(one) in staying for chain in chains[id(parameter)] for one in chain)
         kind = (device, dtypes, parameter.requires_grad, optimizer, stays)
@@ -128,6 +133,15 @@ def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
     return assigned
 
 
+def _refuse_whole(name: str, optimizer: torch.optim.Optimizer | None) -> None:
+    rule = "whole_parameters=True" if optimizer is None else type(optimizer).__name__
+    raise ShardingError(
+        f"{name} is a tile of a linear, and {rule} asks for whole parameters: an update made from "
+        "a tile alone would be another one. Leave out the layers that it updates, "
+        "tile_linears(..., modules=[...]), or use an elementwise optimizer (AdamW, SGD, ...)"
+    )
+
+
 def _check(name: str, parameter: nn.Parameter) -> None:
     is_plain = type(parameter).__torch_dispatch__ is nn.Parameter.__torch_dispatch__
     if not is_plain and not is_fake(parameter):
@@ -163,13 +177,18 @@ def _chains(root: nn.Module) -> dict[int, list[list[nn.Module]]]:
 
 
 def _unit_module(chains: list[list[nn.Module]], chosen: set[int], root: nn.Module) -> nn.Module:
-    """The outermost chosen module that contains all users of a parameter, else a leaf or root."""
+    """The outermost chosen module that contains all users of a parameter, else a leaf or root.
+
+    A tile is always one: it would be of no use within a larger unit.
+    """
     others = [{id(module) for module in chain} for chain in chains[1:]]
     common = [module for module in chains[0] if all(id(module) in other for other in others)]
+    leaf = common[-1]
+    if any(isinstance(module, TiledLinear) for module in common[:-1]):
+        return leaf
     for module in common:
         if id(module) in chosen:
             return module
-    leaf = common[-1]
     if type(leaf) in CALLED_LEAVES and leaf is chains[0][-1]:
         numel = sum(parameter.numel() for parameter in leaf.parameters(recurse=False))
         if numel >= LARGE_LEAF_NUMEL:
@@ -180,7 +199,7 @@ def _unit_module(chains: list[list[nn.Module]], chosen: set[int], root: nn.Modul
 def _chosen_modules(root: nn.Module, patterns: tuple[str, ...] | None) -> set[int]:
     if patterns is None:
         return {id(module) for module in _repeated_blocks(root)}
-    chosen = list(_matching(root, "units", patterns))
+    chosen = list(matching(root, "units", patterns))
     for name, module in chosen:
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
             raise ConfigError(
@@ -190,11 +209,18 @@ def _chosen_modules(root: nn.Module, patterns: tuple[str, ...] | None) -> set[in
     return {id(module) for _, module in chosen}
 
 
-def _matching(
+def matching(
     root: nn.Module, setting: str, patterns: Iterable[str]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a setting names, by shell patterns."""
-    names = {name: module for name, module in root.named_modules() if name}
+    """The modules that a setting names, by shell patterns. A tiled linear is one, not its tiles."""
+    tiles = {
+        id(inside)
+        for module in root.modules()
+        if isinstance(module, TiledLinear)
+        for inside in module.tiles.modules()
+    }
+    modules = root.named_modules()
+    names = {name: module for name, module in modules if name and id(module) not in tiles}
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from onecopy import handle
 from onecopy.comm.compare import gather_objects
 from onecopy.core import build
+from onecopy.core.tiled_linear import persistent_tensors, tiles_in
 from onecopy.core.unit import UnitState
 from onecopy.errors import CheckpointError, ShardingError
 from onecopy.memory.tensor_files import StoredTensor, open_directory
 
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
+    from onecopy.core.tiled_linear import TilePlace
     from onecopy.core.unit import Unit
 
 __all__ = ["Keys", "load_pretrained", "read_pieces"]
@@ -181,23 +183,23 @@ def _match(
     Raises:
         CheckpointError: shapes differ, or names, if strict.
     """
-    wanted = dict(persistent_tensors(model))
+    wanted = list(persistent_tensors(model))
     stored = open_directory(directory)
-    names = _pair_names(model, list(wanted), list(stored))
+    names = _pair_names(model, [name for name, _ in wanted], list(stored))
     found: dict[int, tuple[Tensor, StoredTensor]] = {}
-    for name, tensor in wanted.items():
+    first_names: dict[int, str] = {}
+    for name, tensor in wanted:
+        first_names.setdefault(id(tensor), name)
         if name in names:
             found.setdefault(id(tensor), (tensor, stored[names[name]]))
-    first_names: dict[int, str] = {}
-    for name, tensor in wanted.items():
-        first_names.setdefault(id(tensor), name)
-    missing = (name for one, name in first_names.items() if one not in found)
+    missing = dict.fromkeys(name for one, name in first_names.items() if one not in found)
     taken = set(names.values())
     keys = Keys(
         _not_ignored(model, "missing", missing),
         _not_ignored(model, "unexpected", (name for name in stored if name not in taken)),
     )
-    _check_shapes(wanted, found, directory)
+    places = tiles_in(model)
+    _check_shapes(wanted, found, places, directory)
     if strict and any(keys):
         raise CheckpointError(
             f"the tensors in {os.fspath(directory)} are not those of this {type(model).__name__}. "
@@ -206,15 +208,11 @@ def _match(
             + "Build the model of the configuration that they were saved with, or load with "
             "strict=False, which leaves the rest as it is"
         )
+    for key, place in places.items():
+        if key in found:
+            tile, source = found[key]
+            found[key] = tile, source.part(place.dim, place.first, place.count)
     return list(found.values()), keys
-
-
-def persistent_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a state_dict would hold, under every name."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and key not in module._non_persistent_buffers_set:
-                yield (f"{path}.{key}" if path else key), tensor
 
 
 def _pair_names(model: nn.Module, wanted: list[str], stored: list[str]) -> dict[str, str]:
@@ -255,20 +253,24 @@ def _not_ignored(model: nn.Module, kind: str, names: Iterable[str]) -> tuple[str
 
 
 def _check_shapes(
-    wanted: Mapping[str, Tensor],
+    wanted: Iterable[tuple[str, Tensor]],
     found: Mapping[int, tuple[Tensor, StoredTensor]],
+    places: Mapping[int, TilePlace],
     directory: str | os.PathLike[str],
 ) -> None:
-    wrong = [
-        f"{name} has shape {tuple(tensor.shape)} in the model and {found[id(tensor)][1].shape} in "
-        f"{found[id(tensor)][1].path.name}"
-        for name, tensor in wanted.items()
-        if id(tensor) in found and tuple(tensor.shape) != found[id(tensor)][1].shape
-    ]
+    wrong = []
+    for name, tensor in wanted:
+        place = places.get(id(tensor))
+        shape = tuple(tensor.shape) if place is None else place.shape
+        if id(tensor) in found and shape != found[id(tensor)][1].shape:
+            source = found[id(tensor)][1]
+            wrong.append(
+                f"{name} has shape {shape} in the model and {source.shape} in {source.path.name}"
+            )
     if wrong:
         raise CheckpointError(
             f"the tensors in {os.fspath(directory)} have other sizes than the model's. "
-            + _shown("", wrong)
+            + _shown("", dict.fromkeys(wrong))
             + "Build the model of the configuration that they were saved with, and resize it "
             "(resize_token_embeddings) after they are loaded"
         )

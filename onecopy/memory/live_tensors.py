@@ -25,25 +25,29 @@ Operator = Callable[..., Any]
 class LiveTensors(TorchDispatchMode):
     """`with LiveTensors() as live: ...`, then `live.num_bytes()` and `live.peak_bytes`.
 
-    Tensors made before are left out unless given to `watch`.
+    `largest_bytes` is the largest single storage since the peak was last reset: what the allocator
+    must have in one piece. Tensors made before are left out unless given to `watch`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
+        self.largest_bytes = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def num_bytes(self) -> int:
         """What the tracked storages hold at this moment. A moment that is asked about counts for
         the peak too."""
         alive = (reference() for reference in list(self._storages.values()))
-        total = sum(storage.nbytes() for storage in alive if storage is not None)
+        sizes = [storage.nbytes() for storage in alive if storage is not None]
+        total = sum(sizes)
         self.peak_bytes = max(self.peak_bytes, total)
+        self.largest_bytes = max(self.largest_bytes, *sizes, 0)
         return total
 
     def reset_peak(self) -> None:
         """Let the peak start again from what is alive now."""
-        self.peak_bytes = 0
+        self.peak_bytes = self.largest_bytes = 0
         self.num_bytes()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:

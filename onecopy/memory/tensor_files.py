@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class StoredTensor:
     """One tensor in a file.
 
     first_byte: where its values begin, from the beginning of the file.
+    row_stride: elements from one row's beginning to the next one's, where it is a part of a matrix
+        with wider rows; None where its elements lie side by side.
     """
 
     name: str
@@ -63,11 +65,37 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     first_byte: int
+    row_stride: int | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def part(self, dim: int, first: int, count: int) -> StoredTensor:
+        """Some of its rows, or of a matrix's columns, as a tensor of their own."""
+        shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
+        row_stride = self.row_stride
+        if dim:
+            assert len(shape) == 2, f"{self.name} has shape {self.shape}, and is no matrix"
+            row_stride = row_stride or self.shape[1]
+            first_element = first
+        else:
+            first_element = first * (row_stride or math.prod(self.shape[1:]))
+        first_byte = self.first_byte + first_element * self.dtype.itemsize
+        return replace(self, shape=shape, first_byte=first_byte, row_stride=row_stride)
+
+    def _runs(self, target: torch.Tensor, offset: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parts of `target` that lie side by side in the file, and the first byte of each."""
+        start, itemsize = 0, self.dtype.itemsize
+        while start < target.numel():
+            place, count = offset + start, min(target.numel() - start, BLOCK_NUMEL)
+            if self.row_stride is not None:
+                row, column = divmod(place, self.shape[1])
+                place = row * self.row_stride + column
+                count = min(count, self.shape[1] - column)
+            yield self.first_byte + place * itemsize, target[start : start + count]
+            start += count
 
     def read_part(self, target: torch.Tensor, offset: int) -> int:
         """Fill a 1-D tensor with the elements from `offset` on, in the target's dtype.
@@ -81,12 +109,11 @@ class StoredTensor:
         buffer = bytearray(min(target.numel(), BLOCK_NUMEL) * itemsize)
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(self.first_byte + offset * itemsize)
-                for block in target.split(BLOCK_NUMEL):
+                for first_byte, block in self._runs(target, offset):
+                    file.seek(first_byte)
                     values = memoryview(buffer)[: block.numel() * itemsize]
                     _fill(file, values, self)
-                    if values:
-                        block.copy_(torch.frombuffer(values, dtype=torch.uint8).view(self.dtype))
+                    block.copy_(torch.frombuffer(values, dtype=torch.uint8).view(self.dtype))
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         return target.numel() * itemsize
