@@ -12,8 +12,10 @@ from fractions import Fraction
 
 from onecopy.config import Config, Precision
 from onecopy.core.stages import STAGES
+from onecopy.planner import estimate
 from onecopy.planner.memory import KINDS
 from onecopy.planner.options import OPTIMIZERS
+from onecopy.planner.papers import Placement, offload_gpu_bytes
 from onecopy.planner.rows import Question, Row
 from onecopy.planner.sources import Origin
 from onecopy.report.amounts import amount, unit_for
@@ -167,7 +169,35 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
     found.append(
         "step_in_backward=True keeps no gradients (docs/memory-lean.md says what it asks of a loop)"
     )
+    with_offload = _with_offload(question, rows)
+    if with_offload:
+        found.append(with_offload)
     return tuple(found)
+
+
+def _with_offload(question: Question, rows: list[Row]) -> str | None:
+    """What moving states to the host would leave on a device, if that fits; by the paper."""
+    options = question.options
+    # Parameters stay whole on each device, the rest is cut over the ranks' hosts.
+    cut = [row for row in rows if STAGES[row.stage].cut_gradients and row.paper is not None]
+    whole = [row for row in cut if not STAGES[row.stage].releases]
+    if not whole:
+        return None
+    numel, row = question.shape.num_parameters, min(whole, key=lambda one: one.memory.total)
+    on_device = offload_gpu_bytes(Placement(gradients_on_host=True, update_on_host=True))
+    memory = row.memory
+    device = on_device * numel + memory.buffers + (memory.activations or 0)
+    if device > row.capacity:
+        return None
+    nodes = options.cluster.devices // options.cluster.devices_per_node
+    states = 4 + 4 * options.optimizer_states
+    host = estimate.paper_state_bytes(0, numel, 1, states) - on_device * numel
+    unit = unit_for(device)
+    return (
+        f"with gradients and optimizer states on the host {amount(device, unit)} {unit} would be "
+        f"left on a device, and {amount(host / nodes, unit)} {unit} be on each node's host "
+        "(ZeRO-Offload, table 1; not in this version)"
+    )
 
 
 def _enough_devices(question: Question, row: Row) -> int | None:
