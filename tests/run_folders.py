@@ -168,8 +168,9 @@ class Recorded:
     def _run(self) -> dict[str, Any]:
         whole = len(self.units) * UNIT_BYTES // self.world_size
         origins = {
-            "stage": {"value": 3, "origin": "argument of shard"},
-            "precision": {"value": None, "origin": "default"},
+            "stage": {"value": 3, "origin": "argument of shard", "is_default": True},
+            "memory": {"value": None, "origin": "argument of shard", "is_default": True},
+            "precision": {"value": None, "origin": "default", "is_default": True},
             "max_grad_norm": {"value": 1.0, "origin": "onecopy.toml"},
         }
         chosen = {name: {"value": v, "origin": "command line"} for name, v in self.settings.items()}

@@ -463,7 +463,9 @@ def test_what_ran_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("API_TOKEN", "very secret")
     config = onecopy.Config(stage=2)
     model = models.build("gpt")
-    onecopy.shard(model, OPTIMIZERS["adamw"](model), config=config, max_grad_norm=1.0)
+    onecopy.shard(
+        model, OPTIMIZERS["adamw"](model), config=config, max_grad_norm=1.0, precision=None
+    )
     with onecopy.record(tmp_path, model, settings={"lr": 0.1}):
         pass
     run = read_run(tmp_path)
@@ -471,6 +473,8 @@ def test_what_ran_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (settings["stage"].value, settings["stage"].origin) == (2, "config object")
     assert settings["max_grad_norm"].origin == "argument of shard"
     assert settings["units"].origin == "default"
+    differ = {name for name, one in settings.items() if not one.is_default}
+    assert differ == {"stage", "max_grad_norm"}
     assert (run.settings["lr"].value, run.settings["lr"].origin) == (0.1, "argument of record")
     assert run.versions["torch"] == torch.__version__
     assert run.environment["OMP_NUM_THREADS"] == "1"

@@ -371,6 +371,15 @@ def test_a_real_run(pool: Pool, tmp_path: Path) -> None:
     assert found["Chosen"]["stage"] == ("3", "argument of shard")
 
 
+def test_settings_that_somebody_chose(tmp_path: Path) -> None:
+    """A setting that was given its default is no choice; the stage is always told of."""
+    folder = Recorded(settings={"lr": 1e-3}).write(tmp_path / "run")
+    found = tables(report(folder))
+    assert list(found["Chosen"]) == [HEAD, "lr", "stage", "max_grad_norm"]
+    assert found["Chosen"]["max_grad_norm"] == ("1.0", "onecopy.toml")
+    assert found["Settings"]["memory"] == ("None", "argument of shard")
+
+
 # Several runs -----------------------------------------------------------------------------------
 
 

@@ -90,8 +90,12 @@ def _settings_of(config: Config) -> dict[str, dict[str, Any]]:
         if item.compare:
             value = getattr(config, item.name)
             is_record = is_dataclass(value) and not isinstance(value, type)
-            plain = asdict(value) if is_record else value
-            found[item.name] = {"value": plain, "origin": config.origin_of(item.name)}
+            setting = Setting(
+                value=asdict(value) if is_record else value,
+                origin=config.origin_of(item.name),
+                is_default=value == item.default,
+            )
+            found[item.name] = asdict(setting)
     return found
 
 

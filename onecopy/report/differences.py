@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from onecopy.report.progress import duration, size
+from onecopy.report.run_folder import Setting
 from onecopy.report.summary import Summary
 from onecopy.report.verdict import number, percent, span
 
@@ -26,13 +27,12 @@ def differences(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]
             yield name, values
 
 
-def settings_of(run: Summary) -> dict[str, tuple[str, str]]:
-    """Value and origin of each setting of the program and of its models."""
-    found = {name: (written(one.value), one.origin) for name, one in run.run.settings.items()}
+def settings_of(run: Summary) -> dict[str, Setting]:
+    """Each setting of the program and of its models."""
+    found = dict(run.run.settings)
     for model in run.run.models:
         prefix = f"{model.name}: " if model.name else ""
-        for name, one in model.settings.items():
-            found[f"{prefix}{name}"] = written(one.value), one.origin
+        found.update((f"{prefix}{name}", one) for name, one in model.settings.items())
     return found
 
 
@@ -50,7 +50,7 @@ def _circumstances(run: Summary) -> dict[str, str]:
     return {
         "ranks": f"{run.run.world_size:,}",
         "models": ", ".join(f"{one.kind}, {one.num_parameters:,}" for one in run.run.models),
-        **{name: value for name, (value, _) in settings_of(run).items()},
+        **{name: written(one.value) for name, one in settings_of(run).items()},
         **_prefixed("version of ", run.run.versions),
         **_prefixed("", run.run.environment),
     }

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onecopy.report import curves, figures, html, timeline
-from onecopy.report.differences import differences, settings_of
+from onecopy.report.differences import differences, settings_of, written
 from onecopy.report.html import Cells, escape
 from onecopy.report.progress import count, duration, plural, size
+from onecopy.report.run_folder import Setting
 from onecopy.report.summary import Summary
 from onecopy.report.verdict import advice, number, percent, shorten, span, verdict
 
@@ -118,9 +119,9 @@ def _facts(run: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _settings(run: Summary, runs: Sequence[Summary]) -> str:
-    """Those that somebody chose; all of them are folded."""
+    """Those that differ from their defaults, and the stage; all of them are folded."""
     every = settings_of(run)
-    chosen = {name: cells for name, cells in every.items() if cells[1] != "default"}
+    chosen = {name: one for name, one in every.items() if not one.is_default or name == "stage"}
     title = f"Chosen: {run.name}" if len(runs) > 1 else "Chosen"
     parts = (
         [_settings_table(chosen, title)] if chosen else [f"<p>{escape(run.name)}: defaults.</p>"]
@@ -130,8 +131,8 @@ def _settings(run: Summary, runs: Sequence[Summary]) -> str:
     return "\n".join(parts)
 
 
-def _settings_table(settings: Mapping[str, tuple[str, str]], caption: str) -> str:
-    rows = [Cells(name, cells) for name, cells in settings.items()]
+def _settings_table(settings: Mapping[str, Setting], caption: str) -> str:
+    rows = [Cells(name, (written(one.value), one.origin)) for name, one in settings.items()]
     return html.table(["setting", "value", "from"], rows, caption=caption, words=True)
 
 

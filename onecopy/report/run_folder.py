@@ -70,10 +70,12 @@ class Setting:
 
     origin: "default", "argument of shard", "config object", "command line", the name of a TOML
         file, "argument of record"; where the planner has chosen, what it says of that.
+    is_default: the value is that of the default, whether somebody has said so or nobody.
     """
 
     value: Any
     origin: str
+    is_default: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

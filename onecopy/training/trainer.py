@@ -242,6 +242,7 @@ def _recorded(
         item.name: Setting(
             value=getattr(options, item.name),
             origin="default" if getattr(options, item.name) == item.default else "command line",
+            is_default=getattr(options, item.name) == item.default,
         )
         for item in fields(options)
     }
