@@ -200,12 +200,13 @@ def test_reasons_name_what_was_set_aside() -> None:
         assert words in text
 
 
-def test_what_offload_would_do_is_said_as_what_is_not_there_yet() -> None:
+def test_where_nothing_fits_offload_may() -> None:
     """ZeRO-Offload, table 1: of 16 bytes a parameter 2 stay, 14 lie on the hosts."""
     plan = onecopy.plan("7.5B", devices=2, device_memory="40GB", checkpoint_activations="on")
     assert plan.recommended is None
     text = "\n".join(plan.advice)
-    assert "105.0 GB be on each node's host (ZeRO-Offload, table 1; not in this version)" in text
+    assert 'offload="cpu"' in text
+    assert "takes 105.0 GB of each node's host memory" in text
     for settings in ({"device_memory": "16GB"}, {"precision": "fp32"}, {"stage": 3}):
         other = onecopy.plan("7.5B", **{"devices": 2, "device_memory": "40GB", **settings})
         assert other.recommended is None

@@ -28,6 +28,7 @@ from onecopy.report.run_folder import SPLIT, Run, StepRecord, events_file, read_
 from onecopy.report.step_meter import StepMeter
 from tests import models
 from tests.pool import Pool, RankError
+from tests.run_folders import Recorded
 from tests.runs import OPTIMIZERS
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -232,7 +233,7 @@ def test_failed_runs(pool: Pool, tmp_path: Path) -> None:
     assert run.status == "failed"
     assert run.error is not None
     assert [one.error for one in run.ranks] == [
-        "KeyboardInterrupt: ",
+        "KeyboardInterrupt",
         "ValueError: the data are broken",
     ]
     assert all(math.isnan(one.steps[-1].metrics["loss"]) for one in run.ranks)
@@ -518,9 +519,19 @@ def test_only_numbers_are_logged(tmp_path: Path, value: Any) -> None:
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     """Before work is lost."""
     (tmp_path / "file").touch()
-    recording = onecopy.record(tmp_path / "file" / "run", sharded()[0])
-    with pytest.raises(RunError, match="cannot be written"), recording:
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        recording = onecopy.record(folder, sharded()[0])
+        with pytest.raises(RunError, match="a file is where a folder should be"), recording:
+            pass
+
+
+def test_a_run_that_was_killed_is_no_running_one(tmp_path: Path) -> None:
+    """Its folder cannot tell, so it says both; and it says so once."""
+    Recorded(status="killed").write(tmp_path / "run")
+    recording = onecopy.record(tmp_path / "run", sharded()[0])
+    with pytest.raises(RunError, match="running, or killed") as refused, recording:
         pass
+    assert refused.value.__cause__ is None
 
 
 def test_unrecorded_models_build_no_events(monkeypatch: pytest.MonkeyPatch) -> None:

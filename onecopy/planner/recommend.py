@@ -194,9 +194,9 @@ def _with_offload(question: Question, rows: list[Row]) -> str | None:
     host = estimate.paper_state_bytes(0, numel, 1, states) - on_device * numel
     unit = unit_for(device)
     return (
-        f"with gradients and optimizer states on the host {amount(device, unit)} {unit} would be "
-        f"left on a device, and {amount(host / nodes, unit)} {unit} be on each node's host "
-        "(ZeRO-Offload, table 1; not in this version)"
+        f'shard(..., stage=2, offload="cpu") leaves {amount(device, unit)} {unit} on a device, by '
+        f"table 1 of ZeRO-Offload, and takes {amount(host / nodes, unit)} {unit} of each node's "
+        "host memory (docs/offload.md)"
     )
 
 

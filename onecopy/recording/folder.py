@@ -142,8 +142,10 @@ def _write_run_file(
     if older is not None:
         if not resume:
             when = datetime.fromtimestamp(older["started"]).strftime("%Y-%m-%d %H:%M")
+            # What was killed could not say so.
+            status = "running, or killed" if older["status"] == "running" else older["status"]
             raise RunError(
-                f"{folder} holds a run already (begun {when}, {older['status']}): give another "
+                f"{folder} holds a run already (begun {when}, {status}): give another "
                 "folder, or say resume=True to go on in it"
             )
         started = older["started"]
@@ -182,7 +184,8 @@ def _together(
     for rank, (message, _, _) in enumerate(everyone):
         if message:
             where = f"on rank {group.ranks[rank]}: " if group.size > 1 else ""
-            raise RunError(where + message) from failure
+            # An error of ours has said all of it.
+            raise RunError(where + message) from failure if isinstance(failure, OSError) else None
     assert result is not None, "what has not failed has a result"
     return result, [number for _, _, number in everyone]
 
@@ -193,4 +196,6 @@ def _said(error: OSError) -> str:
             f"{error.filename} is there already, of another run: give another folder, or say "
             "resume=True to go on in it"
         )
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename} cannot be written: a file is where a folder should be"
     return f"{error.filename} cannot be written: {error.strerror}"

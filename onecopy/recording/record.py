@@ -161,7 +161,8 @@ class Recording:
         if ended_well or kind is None:
             recorder.close("finished", None)
         else:
-            recorder.close("failed", f"{kind.__name__}: {error}"[:LONGEST_ERROR])
+            text = f"{kind.__name__}: {error}".removesuffix(": ")  # Ctrl-C says nothing
+            recorder.close("failed", text[:LONGEST_ERROR])
 
 
 def _named(model: Models) -> dict[str, nn.Module]:
