@@ -486,6 +486,21 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("one: Finished")
 
 
+def test_what_a_shell_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """runs/* has the page of several runs the next time; runs itself is none."""
+    for name in ("one", "two"):
+        Recorded().write(tmp_path / name)
+    for _ in range(2):
+        assert cli.main(["report", *map(str, sorted(tmp_path.iterdir()))]) == 0
+    assert (tmp_path / "report.html").is_file()
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path)]) != 0
+    said = capsys.readouterr().err
+    assert f"There are runs in it, {tmp_path / 'one'}, {tmp_path / 'two'}" in said
+    assert cli.main(["report", str(tmp_path / "one" / RUN_FILE)]) != 0
+    assert "is a file: give the folder of a run" in capsys.readouterr().err
+
+
 def test_what_cannot_be_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Is said with a name and a remedy."""
     assert cli.main(["report", str(tmp_path)]) == 1

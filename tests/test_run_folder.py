@@ -108,6 +108,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
     file.write_text(whole.replace('1, "time"', '1, "thyme"'))
     with pytest.raises(RunError, match=r"rank-00000\.jsonl, line 2 is damaged.*thyme"):
         read_run(folder)
+    file.write_bytes(whole.encode().replace(b'{"step": 1', b"\0" * 10))
+    with pytest.raises(RunError, match=r"rank-00000\.jsonl, line 2 is damaged: Expecting value"):
+        read_run(folder)
     write_run(folder, [], format=99)
     with pytest.raises(RunError, match="format 99"):
         read_run(folder)

@@ -177,6 +177,12 @@ def _rank(number: int, *events: EventRecord, **more: Any) -> RankRun:
     return RankRun(**{**record, "error": None, "steps": steps, "events": events, **more})
 
 
+def _run(*ranks: RankRun) -> Run:
+    folder = {"path": Path(), "status": "running", "error": None, "started": 0.0, "seconds": 1.0}
+    facts = {"command": (), "world_size": 3, "hosts": (), "versions": {}, "environment": {}}
+    return Run(**folder, **facts, settings={}, models=(), ranks=ranks)
+
+
 def _event(time: float, kind: str, unit: str = "a", **more: Any) -> EventRecord:
     return EventRecord(**{"step": int(time) + 1, "time": time, "kind": kind, "unit": unit, **more})
 
@@ -191,9 +197,7 @@ def test_clocks_of_other_machines_are_set() -> None:
     far = _rank(1, event, host="two", clocks=(7.0, 8.5, 9.0))
     near = _rank(2, event, clocks=(70.0, 80.0, 90.0))
     ranks = (_rank(0, event, clocks=(2.0, 3.0, 4.0)), far, near)
-    folder = {"path": Path(), "status": "running", "error": None, "started": 0.0, "seconds": 1.0}
-    facts = {"command": (), "world_size": 3, "hosts": (), "versions": {}, "environment": {}}
-    events = list(trace_events(Run(**folder, **facts, settings={}, models=(), ranks=ranks)))
+    events = list(trace_events(_run(*ranks)))
     steps = [one["ts"] for one in events if one["ph"] == "X" and one["cat"] == "optimizer"]
     assert steps == [10.25e6, 5.25e6, 10.25e6]
 
@@ -255,6 +259,22 @@ def test_models_files_and_moves_have_names() -> None:
     assert _spans_in(rank, "I/O") == [("read g: a", 0.1, 0.2), ("swap up g: a", 0.4, 0.4)]
     assert _spans_in(rank, "I/O in the background") == [("save", pytest.approx(0.1), 0.3)]
     assert {one.thread for one in spans_of(rank)} <= set(THREADS)
+
+
+def test_steps_follow_one_another_although_times_are_rounded() -> None:
+    """In one thread: a step that seems to begin 0.1 us too early does not lie in the last one."""
+    ends = {2: (1.2070508, 0.5981965), 3: (2.3491741, 1.1421233), 4: (2.9411977, 0.5920237)}
+    assert ends[4][0] - ends[4][1] < ends[3][0]
+    steps = tuple(
+        StepRecord(step=step, time=time, seconds=seconds, split={}, sent={})
+        for step, (time, seconds) in ends.items()
+    )
+    rank = _rank(0, *(_event(step - 0.8, "pass") for step in ends), steps=steps)
+    events = list(trace_events(_run(rank)))
+    check_nesting(events)
+    spans = [one for one in events if one["ph"] == "X" and one["name"].startswith("step")]
+    assert [one["name"] for one in spans] == ["step 2", "step 3", "step 4"]
+    assert len({one["tid"] for one in spans}) == 1
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from onecopy.options import describe
 
 __all__ = ["ReportOptions"]
 
+PAGE = "report.html"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
@@ -26,6 +28,11 @@ class ReportOptions:
         ),
     )
 
+    def __post_init__(self) -> None:
+        # A page of several lies beside them: a shell finds it among runs/* the next time.
+        folders = tuple(run for run in self.runs if run.name != PAGE or run.is_dir())
+        object.__setattr__(self, "runs", folders or self.runs)
+
     @property
     def page(self) -> Path:
         """Where the page goes."""
@@ -33,5 +40,5 @@ class ReportOptions:
             return self.output
         whole = [run.resolve() for run in self.runs]
         if len(set(whole)) == 1:
-            return self.runs[0] / "report.html"
-        return Path(os.path.commonpath([run.parent for run in whole])) / "report.html"
+            return self.runs[0] / PAGE
+        return Path(os.path.commonpath([run.parent for run in whole])) / PAGE

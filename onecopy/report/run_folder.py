@@ -298,10 +298,17 @@ def _model(found: Mapping[str, Any]) -> ModelRecord:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        raise RunError(f"{file.parent} is a file: give the folder of a run") from None
     except FileNotFoundError:
+        inside = sorted(one.parent for one in file.parent.glob(f"*/{file.name}"))
+        remedy = (
+            f"There are runs in it, {', '.join(map(str, inside[:3]))}: give one or more of them"
+            if inside
+            else "Give the folder that onecopy.record or onecopy train --run was given"
+        )
         raise RunError(
-            f"{file.parent} is no run's folder: it has no {file.name}. Give the folder that "
-            "onecopy.record or onecopy train --run was given"
+            f"{file.parent} is no run's folder: it has no {file.name}. {remedy}"
         ) from None
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}") from error
@@ -394,7 +401,7 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not text.strip():
             continue
         try:
-            found = json.loads(text)
+            found = json.loads(text.decode("utf-8"))
             if not isinstance(found, dict):
                 raise TypeError("it is no object")
         except (TypeError, ValueError) as error:

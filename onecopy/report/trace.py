@@ -28,7 +28,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ TRANSFERS = ("gather", "reduce", "refresh")
 OPTIMIZER = ("step", "skip", "update")
 # In this order on the page; a thread without spans is not there.
 THREADS = ("steps", "compute", "waiting", *TRANSFERS, "optimizer", "I/O", "I/O in the background")
+# Seconds by which what follows may seem to begin too early: times and durations in a run's folder
+# have seven digits.
+ROUNDING = 2e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +163,20 @@ def _counters(rank: RankRun, pid: int, shift: float) -> Iterator[dict[str, Any]]
 
 
 def _lanes(spans: Sequence[Span], *, nests: bool) -> list[list[Span]]:
-    """The spans in as few lanes as hold them; what lies within another one may share its lane."""
+    """The spans in as few lanes as hold them; what lies within another one may share its lane.
+
+    What begins where another one ends follows it, although both were rounded.
+    """
     lanes: list[list[Span]] = []
     # Of each lane the ends of those spans that are still open, outermost first.
     ends: list[list[float]] = []
     for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
         for lane, open_ends in zip(lanes, ends, strict=True):
-            while open_ends and open_ends[-1] <= span.begin:
-                open_ends.pop()
+            begin = span.begin
+            while open_ends and open_ends[-1] <= span.begin + ROUNDING:
+                begin = max(begin, open_ends.pop())
             if not open_ends or (nests and span.end <= open_ends[-1]):
-                lane.append(span)
+                lane.append(replace(span, begin=begin, end=max(begin, span.end)))
                 open_ends.append(span.end)
                 break
         else:
