@@ -24,6 +24,7 @@ import onecopy.events
 import onecopy.handle
 from onecopy.errors import ConfigError, OneCopyError, RunError, ShardingError
 from onecopy.report import memory
+from onecopy.report.run_files import write_whole
 from onecopy.report.run_folder import SPLIT, Run, StepRecord, events_file, read_run
 from onecopy.report.step_meter import StepMeter
 from tests import models
@@ -138,6 +139,35 @@ def _check_estimate(run: Run, backwards: int) -> None:
         # The formula counts padding, too, which has no optimizer states.
         assert held <= estimate.memory[kind] <= 1.05 * held, kind
     assert last.memory["gathered"] <= estimate.memory["gathered"]
+
+
+def adapted(folder: Path) -> None:
+    """Blocks with a frozen and a trainable part, as with adapters."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8), nn.Linear(8, 32)) for _ in range(4)
+    ]
+    for block in blocks:
+        block[0].requires_grad_(False)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Sequential(*blocks), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    onecopy.shard(model, optimizer, stage=3)
+    with onecopy.record(folder, model):
+        for _ in range(3):
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_both_parts_of_a_partly_frozen_block_are_estimated(pool: Pool, tmp_path: Path) -> None:
+    """They are gathered together, beside the next block's first."""
+    pool.run(2, adapted, tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert len(run.models[0].units) > 5
+    _check_estimate(run, 1)
+    estimate = run.models[0].estimate
+    assert estimate is not None
+    assert run.ranks[0].steps[2].memory["gathered"] > 0.9 * estimate.memory["gathered"]
 
 
 def test_events_of_close_looks(pool: Pool, tmp_path: Path) -> None:
@@ -380,6 +410,27 @@ def test_a_folder_that_was_removed_does_not_stop_training(
     assert "it was removed" in caplog.text
 
 
+def test_the_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the loop goes elsewhere: the end is written into the same folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    trained = sharded()
+    with onecopy.record("runs/first", trained[0]):
+        steps(trained, 1)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        steps(trained, 1)
+    assert read_run(tmp_path / "runs/first").status == "finished"
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No half of a file, here where the place of the whole one is taken."""
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_whole(tmp_path / "run.json", {"status": "finished"})
+    assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_a_killed_run_is_read(tmp_path: Path) -> None:
     """With all that was written until then, at most a second old."""
     folder = tmp_path / "run"
@@ -465,7 +516,12 @@ def test_what_ran_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     config = onecopy.Config(stage=2)
     model = models.build("gpt")
     onecopy.shard(
-        model, OPTIMIZERS["adamw"](model), config=config, max_grad_norm=1.0, precision=None
+        model,
+        OPTIMIZERS["adamw"](model),
+        config=config,
+        max_grad_norm=1.0,
+        memory=None,
+        precision="bf16",
     )
     with onecopy.record(tmp_path, model, settings={"lr": 0.1}):
         pass
@@ -475,7 +531,8 @@ def test_what_ran_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert settings["max_grad_norm"].origin == "argument of shard"
     assert settings["units"].origin == "default"
     differ = {name for name, one in settings.items() if not one.is_default}
-    assert differ == {"stage", "max_grad_norm"}
+    assert differ == {"stage", "max_grad_norm", "precision"}
+    assert settings["precision"].value == {"compute": "bf16"}
     assert (run.settings["lr"].value, run.settings["lr"].origin) == (0.1, "argument of record")
     assert run.versions["torch"] == torch.__version__
     assert run.environment["OMP_NUM_THREADS"] == "1"

@@ -9,6 +9,7 @@ the tests compare it with live tensors.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -300,14 +301,36 @@ def _uneven(units: list[_Sized], stage: int, devices: int) -> list[tuple[int, St
 
 
 def _gathered(units: list[_Sized], prefetch_bytes: int | None) -> int:
-    """Units around others, and the two largest neighbours: one in use, one on its way."""
+    """Units around others, and the two largest neighbours: one in use, one on its way.
+
+    Units of one module are in use together.
+    """
     passing = [one for one in units if not one.unit.stays]
     around = sum(one.values for one in passing if one.unit.surrounds)
     inner = [one for one in passing if not one.unit.surrounds]
     if prefetch_bytes is not None:
         most = sum(one.unit.count * one.values for one in inner)
-        return around + min(most, max((one.values for one in inner), default=0) + prefetch_bytes)
-    return around + _neighbours([(one.unit.count, one.values) for one in inner], 2)
+        in_use = max((sum(values) for values in _used_together(inner)), default=0)
+        return around + min(most, in_use + prefetch_bytes)
+    groups = list(_used_together(inner))
+    pairs = [*itertools.pairwise(groups), *itertools.pairwise(reversed(groups))]
+    alone = max((sum(values) for values in groups), default=0)
+    return around + max([alone, *(sum(used) + max(coming) for used, coming in pairs)])
+
+
+def _used_together(units: list[_Sized]) -> Iterator[list[int]]:
+    """Bytes of the units of each module; of alike ones those of two, who may follow each other."""
+    group: list[int] = []
+    for one in units:
+        if group and not one.unit.joins:
+            yield group
+            group = []
+        group.append(one.values)
+        for _ in range(min(one.unit.count, 2) - 1):
+            yield group
+            group = [one.values]
+    if group:
+        yield group
 
 
 def _neighbours(sizes: list[tuple[int, int]], num_units: int) -> int:
@@ -325,7 +348,7 @@ def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> i
     in backward, means are here only.
     """
     cut = STAGES[stage]
-    inner = [(one.unit.count, one.gradients) for one in units if not one.lasts]
+    inner = [(one.unit.count, one.gradients) for one in units if not one.lasts and one.gradients]
     around = sum(one.unit.count * one.gradients for one in units if one.lasts)
     inner_mean = max((one.mean for one in units if not one.lasts), default=0)
     around_mean = sum(one.unit.count * one.mean for one in units if one.lasts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from onecopy.config import Config
@@ -55,6 +55,9 @@ def shapes_of(
     """
     modules = {id(spec.module) for spec in specs}
     shapes = [_shape(spec, modules, own) for spec, own in zip(specs, widths, strict=True)]
+    for number, (before, spec) in enumerate(pairwise(specs), 1):
+        if spec.module is before.module:
+            shapes[number] = replace(shapes[number], joins=True)
     units = []
     for _, alike in groupby(shapes, key=lambda unit: replace(unit, name="")):
         first, *more = alike

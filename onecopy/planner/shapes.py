@@ -19,6 +19,8 @@ class UnitShape:
     name: of the first of them. numels: elements of each parameter, in order.
     count: how many there are. trainable: else they have no gradients and optimizer states.
     surrounds: its module contains other units' modules, so it stays gathered while these run.
+    joins: it is of the same module as the unit before, so both are gathered at once (what is frozen
+        and what is not, as with adapters).
     stays: its parameters are whole at every stage (`Config.keep_gathered`).
     owners: the rank that has each parameter whole; None where slices cut anywhere.
     widths: bytes of each state; None where the plan's precision says it.
@@ -29,6 +31,7 @@ class UnitShape:
     count: int = 1
     trainable: bool = True
     surrounds: bool = False
+    joins: bool = False
     stays: bool = False
     owners: tuple[int, ...] | None = None
     widths: ElementWidths | None = None

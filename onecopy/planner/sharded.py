@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onecopy.core.stages import STAGES
@@ -102,13 +102,17 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
     size = engine.collectives.groups.world.size
     cluster = Cluster(devices=size, devices_per_node=size)
     by_stage: dict[int, list[UnitShape]] = {}
+    last: dict[int, Unit] = {}
     modules = {id(unit.module) for unit in engine.units}
     numbers = {cut: number for number, cut in STAGES.items()}
     for unit in engine.units:
         # Units that stay at stage 3 are what all units are at a lower stage.
         cut = engine.stage if unit.releases else engine.stage.with_whole_parameters
-        shape = _shape(unit, modules, states.get(unit) or 0)
-        by_stage.setdefault(numbers[cut], []).append(shape)
+        number = numbers[cut]
+        joins = number in last and last[number].module is unit.module
+        shape = replace(_shape(unit, modules, states.get(unit) or 0), joins=joins)
+        by_stage.setdefault(number, []).append(shape)
+        last[number] = unit
     total: Counter[str] = Counter()
     for number, shapes in by_stage.items():
         model = ModelShape(name="", units=tuple(shapes))

@@ -84,19 +84,27 @@ def _model(name: str, model: nn.Module) -> dict[str, Any]:
 
 
 def _settings_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Without `sinks`, which are code."""
+    """Without `sinks`, which are code; of a policy what differs from its defaults."""
     found = {}
     for item in fields(config):
         if item.compare:
             value = getattr(config, item.name)
             is_record = is_dataclass(value) and not isinstance(value, type)
             setting = Setting(
-                value=asdict(value) if is_record else value,
+                value=_differing(value) if is_record else value,
                 origin=config.origin_of(item.name),
                 is_default=value == item.default,
             )
             found[item.name] = asdict(setting)
     return found
+
+
+def _differing(policy: Any) -> dict[str, Any]:
+    return {
+        item.name: getattr(policy, item.name)
+        for item in fields(policy)
+        if getattr(policy, item.name) != item.default
+    }
 
 
 def _estimate(model: nn.Module, engine: Engine) -> dict[str, dict[str, int]]:

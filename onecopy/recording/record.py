@@ -94,7 +94,8 @@ def record(  # noqa: PLR0913
                 "onecopy.shard(model, optimizer) first"
             )
     return Recording(
-        Path(folder),
+        # The loop may change the current folder, and some files are written at the end only.
+        Path(folder).absolute(),
         models,
         given or attached,
         Wishes(trackers=trackers, trace=trace, resume=resume, settings=settings or {}),

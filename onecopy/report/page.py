@@ -64,7 +64,8 @@ def _sections(runs: Sequence[Summary]) -> Iterator[tuple[str, str]]:
 
 def _chip(run: Summary) -> str:
     words = {"running": "running or killed"}.get(run.run.status, run.run.status)
-    return f'<span class="status">{escape(words)}</span>'
+    failed = " failed" if run.run.status == "failed" else ""
+    return f'<span class="status{failed}">{escape(words)}</span>'
 
 
 def _subject(run: Summary) -> str:

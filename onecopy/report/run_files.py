@@ -6,6 +6,7 @@ written is told once, in a warning of the logger "onecopy"; nothing more is writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -92,8 +93,13 @@ def write_whole(path: Path, found: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     new = path.with_name(f"{path.name}.new")
-    new.write_text(as_json(found, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(as_json(found, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
 
 
 def as_json(found: Mapping[str, Any], indent: int | None = None) -> str:
