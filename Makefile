@@ -34,7 +34,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.package
-	$(BIN)/onecopy train --stage $(STAGE) --nproc $(NPROC) --run '$(RUN)' $(if $(DATA),--data '$(DATA)') $(ARGS)
+	$(BIN)/onecopy train --stage $(STAGE) --nproc $(NPROC) --record '$(RUN)' $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)

@@ -203,8 +203,8 @@ def _train(options: TrainOptions) -> None:
 
     # Said here once, rather than by every rank.
     find_files(options.data)
-    if options.run and not options.checkpoint and (options.run / RUN_FILE).exists():
-        raise ConfigError(f"--run {options.run} holds a run already: give another folder.")
+    if options.record and not options.checkpoint and (options.record / RUN_FILE).exists():
+        raise ConfigError(f"--record {options.record} holds a run already: give another folder.")
     if options.nproc == 1 or in_launched_process():
         train(options)
         return

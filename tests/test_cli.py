@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser as torchrun_parser
 
 from onecopy import cli
+from onecopy.doctor.options import DoctorOptions
 from onecopy.errors import ConfigError
 from onecopy.report.run_folder import read_run
 from onecopy.training.options import TrainOptions
@@ -98,7 +100,7 @@ def test_unknown_words_give_advice(
         ("--data no/such/file", "There is no file no"),
         ("--save-every 0", "--save-every is 0: give 1 or more"),
         ("--keep 0", "--keep is 0: give 1 or more"),
-        ("--run a --checkpoint a", "give two folders"),
+        ("--record a --checkpoint a", "give two folders"),
     ],
 )
 def test_bad_values_give_advice(
@@ -119,10 +121,21 @@ def test_options_reach_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     command = dataclasses.replace(train, run=got.append)
     monkeypatch.setattr(cli, "COMMANDS", (command,))
     assert cli.main(["train"]) == 0
-    assert cli.main("train --stage 1 --data a b --data c --lr 0.1 --quiet --run e".split()) == 0
+    assert cli.main("train --stage 1 --data a b --data c --lr 0.1 --quiet --record e".split()) == 0
     assert got[0] == TrainOptions()
     files = (Path("a"), Path("b"), Path("c"))
-    assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, run=Path("e"))
+    assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, record=Path("e"))
+
+
+def test_torchrun_leaves_our_options_alone() -> None:
+    """It takes what begins like one of its own as a short form, also behind the program."""
+    for command, options in (("train", TrainOptions), ("doctor", DoctorOptions)):
+        for item in dataclasses.fields(options):
+            if item.name == "nproc":  # torchrun says how many
+                continue
+            ours = [command, f"--{item.name.replace('_', '-')}", "1"]
+            theirs = torchrun_parser().parse_args(["--nproc-per-node=2", "-m", "onecopy", *ours])
+            assert theirs.training_script_args == ours
 
 
 @pytest.mark.sampled("stage", [0, 1, 2, 3], 1)  # what differs between them has other tests
@@ -130,7 +143,7 @@ def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes a dull text. " * 100)
     folder = tmp_path / "run"
-    command = f"train --stage {stage} --nproc 2 {SMALL} --data {text} --run {folder} --trace 2"
+    command = f"train --stage {stage} --nproc 2 {SMALL} --data {text} --record {folder} --trace 2"
     done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

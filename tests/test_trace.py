@@ -281,5 +281,5 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     """No run, no details, no place."""
     with pytest.raises(RunError, match="is no run's folder"):
         write_trace(tmp_path)
-    with pytest.raises(ConfigError, match="--trace is 3 without --run"):
+    with pytest.raises(ConfigError, match="--trace is 3 without --record"):
         TrainOptions(trace=3)

@@ -305,7 +305,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         remedy = (
             f"There are runs in it, {', '.join(map(str, inside[:3]))}: give one or more of them"
             if inside
-            else "Give the folder that onecopy.record or onecopy train --run was given"
+            else "Give the folder that onecopy.record or onecopy train --record was given"
         )
         raise RunError(
             f"{file.parent} is no run's folder: it has no {file.name}. {remedy}"

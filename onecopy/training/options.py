@@ -89,7 +89,7 @@ class TrainOptions:
         default=200, metadata=describe("bytes of text to write at the end; 0 writes none")
     )
     quiet: bool = field(default=False, metadata=describe("show only the results, no progress"))
-    run: Path | None = field(
+    record: Path | None = field(
         default=None,
         metadata=describe(
             "record the run in this folder, a new one: where time, bytes and memory go, and the "
@@ -102,7 +102,7 @@ class TrainOptions:
     trace: int = field(
         default=0,
         metadata=describe(
-            "with --run: look closely at so many steps, from the second on, and write them as "
+            "with --record: look closely at so many steps, from the second on, and write them as "
             "DIR/trace.json, a trace of all ranks to open at https://ui.perfetto.dev",
             metavar="N",
         ),
@@ -136,10 +136,14 @@ class TrainOptions:
         Config(stage=self.stage, memory=self.memory)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
-        if self.run is not None and self.run == self.checkpoint:
-            raise ConfigError(f"--run and --checkpoint are both {self.run}: give two folders.")
-        if self.trace and self.run is None:
-            raise ConfigError(f"--trace is {self.trace} without --run DIR: say where it is to be.")
+        if self.record is not None and self.record == self.checkpoint:
+            raise ConfigError(
+                f"--record and --checkpoint are both {self.record}: give two folders."
+            )
+        if self.trace and self.record is None:
+            raise ConfigError(
+                f"--trace is {self.trace} without --record DIR: say where it is to be."
+            )
         if self.warmup > 1:
             raise ConfigError(
                 f"--warmup is {self.warmup}: it is a share of the steps, between 0 and 1."

@@ -235,7 +235,7 @@ def _recorded(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, resumes: bool
 ) -> Iterator[Callable[..., None]]:
     """What is called with the numbers of each step; they are kept where there is a run's folder."""
-    if options.run is None:
+    if options.record is None:
         yield lambda **_: None
         return
     settings = {
@@ -247,7 +247,7 @@ def _recorded(
         for item in fields(options)
     }
     with onecopy.record(
-        options.run,
+        options.record,
         model,
         optimizer,
         trace=options.trace,
@@ -298,8 +298,8 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
             f"{count(result.tokens_per_second)} tokens/s over {plural(world_size, 'rank')}"
         )
     console.print(", ".join(parts))
-    if options.run is not None:
-        told = f"recorded in {options.run}; to see it: onecopy report {options.run}"
+    if options.record is not None:
+        told = f"recorded in {options.record}; to see it: onecopy report {options.record}"
         console.print(Text(told), soft_wrap=True)
 
 
