@@ -14,7 +14,7 @@ from torch import nn
 
 import onecopy
 import onecopy.handle
-from onecopy import Config, Precision
+from onecopy import Config, Offload, Precision
 from onecopy.comm.groups import ImaginedWorld, world_group
 from onecopy.core.partition import find_units
 from onecopy.errors import ConfigError, MismatchError
@@ -110,6 +110,7 @@ def trained(stage: int, world: int, kind: str, settings: dict[str, Any]) -> Foun
         parameters=states[0].parameters,
         gradients=states[0].gradients,
         optimizer=sum(one.optimizer for one in states),
+        host=states[0].host,
     )
     return Found(held, peak, choice)
 
@@ -122,6 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kept gathered": ("adamw", {"precision": "bf16", "keep_gathered": ("blocks.1", "blocks.3")}),
     "step in backward": ("adamw", {"precision": "bf16", "step_in_backward": True}),
     "whole matrices": ("muon", {"precision": "bf16"}),
+    "offload": ("adamw", {"precision": "bf16", "offload": "cpu"}),
     "lean": ("adamw", {"precision": Precision(compute="bf16", master="bf16+16")}),
 }
 
@@ -144,14 +146,19 @@ def test_a_rank_holds_what_the_choice_was_made_from(
     padding = 3 * 4 * 9 * 16 * world
     for name in ("parameters", "gradients", "optimizer"):
         is_whole = case == "whole matrices"
-        difference = getattr(planned, name) - getattr(fullest, name)
+        said = getattr(planned, name) + getattr(planned.host, name)
+        difference = said - getattr(fullest, name)
         assert -ties <= difference <= (padding if name == "optimizer" or is_whole else 0), name
     values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
     # Muon makes temporary tensors, in the size of a matrix.
     values += 4 * 4 * 128 * 500 if case == "whole matrices" else 0
+    assert 0 <= planned.host.total - fullest.host <= padding
+    assert bool(planned.host.total) == (case == "offload")
+    # What arrives in host memory is there beside it: twice, as it came and as it is added.
+    values += 4 * 128 * 500 if case == "offload" else 0
     for one in found:
         assert one.choice == found[0].choice
-        assert one.peak <= planned.total + 2 * values
+        assert one.peak <= planned.total + planned.host.total + 2 * values
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -229,6 +236,22 @@ def test_what_fits_nowhere_is_refused_with_the_number_of_ranks_that_would_do() -
     assert of_tall(4, memory=memory).stage == 2
     with pytest.raises(ConfigError, match="no stage fits on 3 ranks"):
         of_tall(3, memory=memory // 2)
+
+
+def test_what_lies_in_host_memory_does_not_count() -> None:
+    """Devices that are too small for every stage have room for stage 2 with offload."""
+    needs, offloaded = of_tall(4).memory, of_tall(4, offload="cpu").memory
+    memory = -(-offloaded[2].total * ROOM.denominator // ROOM.numerator)
+    assert offloaded[2].total < min(one.total for one in needs.values())
+    with pytest.raises(ConfigError, match='offload="cpu"'):
+        of_tall(4, memory=memory)
+    found = of_tall(4, memory=memory, offload="cpu")
+    assert found.stage == 2
+    assert "in host memory" in found.reason
+    everything = Offload(optimizer="host", gradients="host", parameters="host")
+    assert set(of_tall(4, offload=everything).memory) == {3}
+    with pytest.raises(ConfigError, match="Stage 3 needs least"):
+        of_tall(4, memory=1000, offload=everything)
 
 
 def test_the_cpu_needs_to_be_told() -> None:

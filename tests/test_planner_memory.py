@@ -12,12 +12,13 @@ from torch import nn
 import onecopy
 import onecopy.errors
 import onecopy.events
+from onecopy import Offload
 from onecopy.config import MASTERS, Precision
 from onecopy.core.precision import dtypes_of
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
-from onecopy.planner.memory import Cluster, Memory, Sent, Step, memory_of, sent_by
+from onecopy.planner.memory import Cluster, Memory, Sent, Step, memory_of, moved_by, sent_by
 from onecopy.planner.modules import units_of, widths_of_dtypes
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
@@ -55,6 +56,8 @@ class Found:
     sent: int
     planned: Memory
     planned_sent: Sent
+    moved: int = 0
+    planned_moved: int = 0
 
 
 def _backward(model: nn.Module) -> None:
@@ -62,7 +65,12 @@ def _backward(model: nn.Module) -> None:
 
 
 def trained(
-    stage: int, world: int, precision: Precision | str, frozen: bool, backwards: int
+    stage: int,
+    world: int,
+    precision: Precision | str,
+    frozen: bool,
+    backwards: int,
+    offload: Offload | None = None,
 ) -> Found:
     """A rank that has trained for three steps; the last one was watched."""
     with LiveTensors() as live:
@@ -70,8 +78,8 @@ def trained(
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, fused=True)
         options = PlanOptions(devices=world, precision=precision)
-        shape = ModelShape(name="tall", units=units_of(model, options))
-        onecopy.shard(model, optimizer, stage=stage, precision=precision)
+        shape = ModelShape(name="tall", units=units_of(model, options)).with_offload(offload)
+        onecopy.shard(model, optimizer, stage=stage, precision=precision, offload=offload)
         events: list[Event] = []
         for step in range(3):
             if step == 2:
@@ -82,6 +90,7 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
         peak = live.peak_bytes
+        moved = sum(one.num_bytes for one in events if one.kind == "swap")
         sent = sum(one.num_bytes for one in events if one.kind in ("gather", "refresh", "reduce"))
         _backward(model)
         held = memory.measure(model, optimizer)
@@ -92,6 +101,8 @@ def trained(
         sent=sent,
         planned=memory_of(shape, stage, options.cluster, widths, Step(backwards=backwards)),
         planned_sent=sent_by(shape, stage, options.cluster, widths, backwards),
+        moved=moved,
+        planned_moved=moved_by(shape, stage, options.cluster, widths, backwards),
     )
 
 
@@ -114,6 +125,56 @@ def test_a_rank_holds_and_sends_what_was_planned(
         values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
         assert found.peak <= planned.total + 2 * values
         assert planned.total <= 1.2 * found.peak
+
+
+HOST = Offload(optimizer="host", gradients="host")
+ALL_HOST = Offload(optimizer="host", gradients="host", parameters="host")
+HALF = Offload(optimizer="host", gradients="host", fraction=0.5)
+
+
+PLAIN, AGAIN = (False, 1), (True, 2)  # frozen, backwards
+
+
+@pytest.mark.sampled(
+    "world, stage, precision, training, offload",
+    [
+        *itertools.product((1, 2, 3), (0, 1, 2, 3), ("fp32", "bf16"), (PLAIN, AGAIN), (HOST, HALF)),
+        *itertools.product((1, 2, 3), (3,), ("fp32", "bf16"), (PLAIN, AGAIN), (ALL_HOST,)),
+    ],
+    4,
+    always=[(2, stage, "bf16", PLAIN, HOST) for stage in (0, 1, 2, 3)]
+    + [(2, stage, "fp32", PLAIN, HOST) for stage in (0, 1, 3)]
+    + [(3, 3, "bf16", AGAIN, ALL_HOST), (2, 3, "fp32", PLAIN, ALL_HOST)]
+    + [(2, 2, "bf16", AGAIN, HALF)],
+)
+def test_states_in_host_memory(
+    pool: Pool,
+    world: int,
+    stage: int,
+    precision: str,
+    training: tuple[bool, int],
+    offload: Offload,
+) -> None:
+    """What lies on which side, what moves between them, and that nothing else changes."""
+    for found in pool.run(world, trained, stage, world, precision, *training, offload):
+        held, planned, host = found.held, found.planned, found.planned.host
+        assert held.parameters == planned.parameters + host.parameters
+        assert held.gradients == planned.gradients + host.gradients
+        padding = range(2 * 4 * 9 * 16 * world)
+        assert planned.optimizer + host.optimizer - held.optimizer in padding
+        assert host.total - held.host in padding
+        assert planned.states - held.device in padding
+        assert host.total
+        assert found.sent == found.planned_sent.total
+        if offload is ALL_HOST:
+            # The last unit of a forward is still there in backward.
+            assert 0.7 * found.planned_moved < found.moved <= found.planned_moved
+        else:
+            assert found.moved == found.planned_moved
+        # Here both lie in the same memory, with what arrives at the host and is added there.
+        values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
+        arriving = 3 * 8 * 500 * 128 // (world if stage else 1)
+        assert found.peak <= planned.total + host.total + 2 * values + arriving
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

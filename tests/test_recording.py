@@ -61,9 +61,12 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def recorded(folder: Path, stage: int, precision: str, backwards: int) -> dict[str, Any]:
+def recorded(
+    folder: Path, stage: int, precision: str, backwards: int, offload: str | None = None
+) -> dict[str, Any]:
     """A recorded run, and what this rank knows of it otherwise."""
-    model, optimizer = trained = sharded(stage, precision=precision, max_grad_norm=1.0)
+    settings = {"precision": precision, "max_grad_norm": 1.0, "offload": offload}
+    model, optimizer = trained = sharded(stage, **settings)
     held: list[memory.StateBytes] = []
     optimizer.register_step_post_hook(lambda *_: held.append(memory.measure(model, optimizer)))
     losses = []
@@ -134,11 +137,20 @@ def _check_estimate(run: Run, backwards: int) -> None:
     last = run.ranks[0].steps[2]
     if backwards == 1:
         assert {kind: value for kind, value in estimate.sent.items() if value} == last.sent
-    for kind in ("parameters", "gradients", "optimizer"):
+    kinds = {"parameters", "gradients", "optimizer", "host"} & {*last.memory, *estimate.memory}
+    for kind in kinds:
         held = max(rank.steps[2].memory[kind] for rank in run.ranks)
         # The formula counts padding, too, which has no optimizer states.
         assert held <= estimate.memory[kind] <= 1.05 * held, kind
     assert last.memory["gathered"] <= estimate.memory["gathered"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_lies_in_host_memory_is_estimated(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pool.run(2, recorded, tmp_path / "run", stage, "bf16", 1, "cpu")
+    run = read_run(tmp_path / "run")
+    assert run.ranks[0].steps[2].memory["host"] > 0
+    _check_estimate(run, 1)
 
 
 def adapted(folder: Path) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from onecopy.comm.compare import first_decides
-from onecopy.config import STAGES, Config
+from onecopy.config import STAGES, Config, Offload
 from onecopy.core.partition import assign_owners
 from onecopy.core.stages import STAGES as TABLE
 from onecopy.errors import ConfigError
@@ -80,6 +80,9 @@ class Choice:
             text += "; too much: " + ", ".join(
                 f"stage {stage} with {_shown(needs[stage])}" for stage in over
             )
+        host = self.memory[self.stage].host.total
+        if host:
+            text += f"; {_shown(host)} a rank lie in host memory"
         if self.assumed:
             text += f"; {USUAL_STATES} optimizer states a parameter assumed"
         return text
@@ -130,7 +133,9 @@ def _choose(
 ) -> Choice:
     rules = [_rules_of(specs, config, optimizer_of) for specs in models]
     widths = [[one for one, _ in model] for model in rules]
-    memory = {stage: _memory(models, widths, stage, world_size, config) for stage in STAGES}
+    memory = {
+        stage: _memory(models, widths, stage, world_size, config) for stage in _possible(config)
+    }
     choice = Choice(
         stage=None,
         memory=memory,
@@ -142,13 +147,20 @@ def _choose(
         messages = estimate.elements_sent(stage, world_size)
         return preference(stage, world_size, messages, memory[stage].total)
 
-    fitting = [stage for stage in STAGES if memory[stage].total <= choice.room]
+    fitting = [stage for stage in memory if memory[stage].total <= choice.room]
     if fitting:
         return replace(choice, stage=min(fitting, key=order))
-    least = min(STAGES, key=lambda stage: memory[stage].total)
+    least = min(memory, key=lambda stage: memory[stage].total)
     more = (world_size << doubling for doubling in range(1, 9))
     enough = (n for n in more if _memory(models, widths, least, n, config).total <= choice.room)
     return replace(choice, enough=next(enough, None))
+
+
+def _possible(config: Config) -> tuple[int, ...]:
+    """The stages that can be chosen: what ranks keep whole on their devices cannot be offloaded."""
+    if isinstance(config.offload, Offload) and config.offload.parameters == "host":
+        return tuple(stage for stage in STAGES if TABLE[stage].releases)
+    return STAGES
 
 
 def _rules_of(
@@ -177,9 +189,12 @@ def _memory(
     num_slices = world_size if TABLE[stage].shards_anything else 1
     cluster = Cluster(devices=world_size, devices_per_node=world_size)
     step = Step(prefetch_bytes=config.prefetch_bytes)
+    offload = config.offload
+    assert not isinstance(offload, str), "a configuration makes it a record"
     parts = []
     for specs, own in zip(models, widths, strict=True):
         shape = ModelShape(name="", units=shapes_of(assign_owners(specs, num_slices), own))
+        shape = shape.with_offload(offload)
         parts.append(memory_of(shape, stage, cluster, estimate.FP32, step))
     return sum(parts[1:], start=parts[0])
 
@@ -196,6 +211,8 @@ def _refusal(choice: Choice, world_size: int, config: Config) -> str:
         remedies.insert(0, f"train on {choice.enough} ranks")
     if config.precision_policy.compute in (None, "fp32"):
         remedies.append('compute in 16 bit (precision="bf16")')
+    if config.offload is None and config.precision_policy.master != "bf16+16":
+        remedies.append('keep optimizer states in host memory (offload="cpu", docs/offload.md)')
     if not config.step_in_backward:
         remedies.append("keep no gradients (step_in_backward=True, docs/memory-lean.md)")
     return (

@@ -12,10 +12,10 @@ padded number (always a multiple of N) the formulas are exact, not approximate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from onecopy.config import Precision
+from onecopy.config import Offload, Precision
 from onecopy.core.stages import STAGES, Stage
 from onecopy.errors import ConfigError
 from onecopy.report.states import StateBytes
@@ -67,7 +67,11 @@ class Traffic:
 
 
 def state_bytes(
-    stage: int, num_parameters: int, world_size: int, widths: ElementWidths = FP32
+    stage: int,
+    num_parameters: int,
+    world_size: int,
+    widths: ElementWidths = FP32,
+    offload: Offload | None = None,
 ) -> StateBytes:
     """Bytes per rank after a backward and before the step, where each term is as wide as its dtype.
 
@@ -78,24 +82,36 @@ def state_bytes(
     - stage 1 cuts master, reduced gradient and optimizer states, and keeps the full gradient buffer
     - stage 2 frees that buffer unit by unit in backward
     - stage 3 holds no full parameters either
+
+    With `offload` (of all of these elements, whatever its fraction) what `host_bytes` says lies in
+    host memory; the device keeps values in the compute dtype, at stage 3 the owned ones.
     """
     cut = _stage(stage, world_size)
     if num_parameters < 1:
         raise ConfigError(f"num_parameters is {num_parameters}: give a model with parameters.")
     number = -(-num_parameters // world_size) if cut.shards_anything else num_parameters
-    owned = owned_bytes(stage, number, widths)
+    owned = owned_bytes(stage, number, widths, offload)
     compute = 0 if cut.releases else num_parameters * widths.compute
     local_gradients = num_parameters * widths.wire if cut.keeps_gradient_buffer else 0
     return StateBytes(
         parameters=compute + owned.parameters,
         gradients=local_gradients + owned.gradients,
         optimizer=owned.optimizer,
+        host=owned.host,
     )
 
 
-def owned_bytes(stage: int, num_owned: int, widths: ElementWidths = FP32) -> StateBytes:
+def owned_bytes(
+    stage: int, num_owned: int, widths: ElementWidths = FP32, offload: Offload | None = None
+) -> StateBytes:
     """Bytes of the elements that a rank owns: masters, mean gradients and optimizer states."""
     releases = _stage(stage).releases
+    if offload is not None and offload.optimizer == "host":
+        on_host = host_bytes(num_owned, widths, offload)
+        # What gathers send stays on the device, unless it is to come up for each of them.
+        stays = releases and offload.parameters == "device"
+        values = num_owned * widths.compute if stays else 0
+        return replace(on_host, parameters=on_host.parameters + values)
     # In full precision the flat buffer is itself the master, as long as the rank keeps it.
     shares_master = not releases and widths.compute == widths.master
     is_split = widths.remainder is not None and not releases
@@ -105,6 +121,41 @@ def owned_bytes(stage: int, num_owned: int, widths: ElementWidths = FP32) -> Sta
         gradients=num_owned * widths.gradient,
         optimizer=num_owned * widths.optimizer,
     )
+
+
+def host_bytes(num_owned: int, widths: ElementWidths, offload: Offload | None) -> StateBytes:
+    """What of them lies in host memory: with offload masters, mean gradients, optimizer states.
+
+    In full precision too, where a master on the device is the parameter itself.
+
+    Source: ZeRO-Offload, section 4.2, with fp32 gradients; docs/offload.md.
+    """
+    if offload is None or offload.optimizer == "device":
+        return StateBytes(parameters=0, gradients=0, optimizer=0)
+    states = StateBytes(
+        parameters=num_owned * widths.master,
+        gradients=num_owned * widths.gradient,
+        optimizer=num_owned * widths.optimizer,
+    )
+    return replace(states, host=states.total)
+
+
+def bytes_moved(
+    stage: int, widths: ElementWidths, offload: Offload | None, backwards: int = 1
+) -> int:
+    """Bytes that an owned element moves between device and host in a step, at most.
+
+    Its gradient down once a backward, in the dtype on the wire; its value up once a step, in the
+    compute dtype. With parameters="host", at stage 3, up for each gather instead: two a backward.
+
+    Source: ZeRO-Offload, section 3.3: 4 bytes with 16 bit and one backward, the least.
+    """
+    if offload is None or offload.optimizer == "device":
+        return 0
+    comes_up = _stage(stage).releases and offload.parameters == "host"
+    ups = 2 * backwards if comes_up else 1
+    downs = backwards if widths.gradient else 0
+    return downs * widths.wire + ups * widths.compute
 
 
 def data_parallel_bytes(num_parameters: int, widths: ElementWidths = FP32) -> StateBytes:

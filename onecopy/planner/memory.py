@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from onecopy.config import Offload
 from onecopy.core.layout import ALIGNMENT_BYTES, Layout
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
@@ -30,6 +31,7 @@ __all__ = [
     "Sent",
     "Step",
     "memory_of",
+    "moved_by",
     "sent_by",
 ]
 
@@ -42,6 +44,9 @@ KINDS = {
     "buffers": "gradients on their way",
     "activations": "activations",
 }
+
+
+NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +72,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one rank, by kind, each at its most.
+    """Bytes of one rank on its device, by kind, each at its most.
 
     parameters, gradients, optimizer: model states, as `estimate.state_bytes` has them.
     gathered: whole units that are there only while they are used.
     buffers: gradients of whole units on their way to their owners.
     activations: None where the model's shape does not tell.
     at_peak: the same at the moment when their sum is largest.
+    host: model states that lie in host memory, and not among all these.
     """
 
     parameters: int
@@ -83,6 +89,7 @@ class Memory:
     buffers: int
     activations: int | None
     at_peak: Mapping[str, int]
+    host: StateBytes = NOTHING
 
     @property
     def states(self) -> int:
@@ -104,7 +111,7 @@ class Memory:
         mine, more = self.by_kind(), other.by_kind()
         both = {kind: (mine[kind] or 0) + (more[kind] or 0) for kind in KINDS}
         at_peak = {kind: self.at_peak[kind] + other.at_peak[kind] for kind in KINDS}
-        return Memory(**both, at_peak=at_peak)
+        return Memory(**both, at_peak=at_peak, host=_added([(1, self.host), (1, other.host)]))
 
     def by_kind(self) -> dict[str, int | None]:
         """The parts by name, in the order of the table."""
@@ -176,11 +183,24 @@ class _Sized:
         own = STAGES[of_model].with_whole_parameters
         return next(number for number, cut in STAGES.items() if cut == own)
 
-    def owned(self, stage: int, rank: int, devices: int) -> StateBytes:
-        """What a rank owns of a unit with whole parameters more than the mean over ranks."""
+    @property
+    def offload(self) -> Offload | None:
+        """What is frozen has nothing to step: it may only be offloaded as a parameter."""
+        offload = self.unit.offload
+        if offload is None or offload.optimizer == "device":
+            return None
+        return offload if self.unit.trainable or offload.parameters == "host" else None
+
+    def owned(self, stage: int, rank: int, devices: int) -> tuple[StateBytes, StateBytes]:
+        """What a rank owns of a unit with whole parameters more than the mean over ranks.
+
+        On the device, and in host memory.
+        """
         mean = -(-self.layout.padded_numel // devices)
         more = self.layout.slice_numels[rank] - mean
-        return estimate.owned_bytes(self.stage(stage), more, self.state_widths)
+        all_ = estimate.owned_bytes(self.stage(stage), more, self.state_widths, self.offload)
+        host = estimate.host_bytes(more, self.state_widths, self.offload)
+        return _less(all_, host), host
 
     def gradients_kept(self, stage: int) -> int:
         """Bytes of local gradients that stay between steps."""
@@ -188,18 +208,47 @@ class _Sized:
         return self.layout.gradient_numel * self.state_widths.wire if keeps else 0
 
     def mean_kept(self, stage: int, devices: int) -> int:
-        """Bytes of the mean gradient that a rank has of it after a backward."""
-        return self.states(stage, devices).gradients - self.gradients_kept(stage)
+        """Bytes of the mean gradient that a device has of it after a backward."""
+        on_device, _ = self.states(stage, devices)
+        return on_device.gradients - self.gradients_kept(stage)
 
-    def states(self, stage: int, devices: int) -> StateBytes:
-        """Of one such unit."""
-        widths, stage = self.state_widths, self.stage(stage)
-        flat = estimate.state_bytes(stage, self.layout.padded_numel, devices, widths)
+    def states(self, stage: int, devices: int) -> tuple[StateBytes, StateBytes]:
+        """Of one such unit, on the device and in host memory."""
+        widths, stage, offload = self.state_widths, self.stage(stage), self.offload
+        owners = devices if STAGES[stage].shards_anything else 1
         # Gradient buffers are longer, by the flags that ride along.
-        wide = estimate.state_bytes(stage, self.layout.gradient_numel, devices, widths)
-        return StateBytes(
-            parameters=flat.parameters, gradients=wide.gradients, optimizer=flat.optimizer
+        flat, wide = self.layout.padded_numel, self.layout.gradient_numel
+        all_, with_flags = (
+            estimate.state_bytes(stage, numel, devices, widths, offload) for numel in (flat, wide)
         )
+        host, host_with_flags = (
+            estimate.host_bytes(-(-numel // owners), widths, offload) for numel in (flat, wide)
+        )
+        on_host = StateBytes(
+            parameters=host.parameters,
+            gradients=host_with_flags.gradients,
+            optimizer=host.optimizer,
+        )
+        return _less(replace(all_, gradients=with_flags.gradients), on_host), on_host
+
+
+def _less(states: StateBytes, host: StateBytes) -> StateBytes:
+    """What lies on the device of these states, of which those of `host` do not."""
+    return StateBytes(
+        parameters=states.parameters - host.parameters,
+        gradients=states.gradients - host.gradients,
+        optimizer=states.optimizer - host.optimizer,
+    )
+
+
+def _added(parts: Iterable[tuple[int, StateBytes]]) -> StateBytes:
+    """The sum of states, each so many times."""
+    parts = list(parts)
+    return StateBytes(
+        parameters=sum(count * one.parameters for count, one in parts),
+        gradients=sum(count * one.gradients for count, one in parts),
+        optimizer=sum(count * one.optimizer for count, one in parts),
+    )
 
 
 def _sized(model: ModelShape, stage: int, devices: int, widths: ElementWidths) -> Iterator[_Sized]:
@@ -241,12 +290,13 @@ def memory_of(
     """
     devices = cluster.devices
     units = list(_sized(model, stage, devices, widths))
-    states = [(one.unit.count, one.states(stage, devices)) for one in units]
+    states = [(one.unit.count, *one.states(stage, devices)) for one in units]
     states += _uneven(units, stage, devices)
+    on_device = _added((count, one) for count, one, _ in states)
     most = {
-        "parameters": sum(count * one.parameters for count, one in states),
-        "gradients": sum(count * one.gradients for count, one in states),
-        "optimizer": sum(count * one.optimizer for count, one in states),
+        "parameters": on_device.parameters,
+        "gradients": on_device.gradients,
+        "optimizer": on_device.optimizer,
         "gathered": _gathered(units, step.prefetch_bytes) if STAGES[stage].releases else 0,
         "buffers": _buffers(units, stage, devices, step.backwards),
     }
@@ -257,6 +307,7 @@ def memory_of(
         **most,
         activations=None if activations is None else activations.most,
         at_peak=max(moments, key=lambda moment: sum(moment.values())),
+        host=_added((count, one) for count, _, one in states),
     )
 
 
@@ -288,16 +339,20 @@ def _moments(units: list[_Sized], stage: int, devices: int, step: Step) -> Itera
         yield {"gradients": here, "activations": (num_blocks + 1) * kept + last}
 
 
-def _uneven(units: list[_Sized], stage: int, devices: int) -> list[tuple[int, StateBytes]]:
+def _uneven(
+    units: list[_Sized], stage: int, devices: int
+) -> list[tuple[int, StateBytes, StateBytes]]:
     """What the fullest rank has more than the mean, where parameters are not cut."""
     whole = [one for one in units if one.layout.is_whole]
     if not whole or not STAGES[stage].shards_anything:
         return []
     ranks = (
-        [(one.unit.count, one.owned(stage, rank, devices)) for one in whole]
+        [(one.unit.count, *one.owned(stage, rank, devices)) for one in whole]
         for rank in range(devices)
     )
-    return max(ranks, key=lambda parts: sum(count * one.total for count, one in parts))
+    return max(
+        ranks, key=lambda parts: sum(count * (own.total + host.total) for count, own, host in parts)
+    )
 
 
 def _gathered(units: list[_Sized], prefetch_bytes: int | None) -> int:
@@ -345,7 +400,7 @@ def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> i
 
     Where local gradients are kept anyway they count as gradients, not here. From the second
     backward on there are means already, to which new ones are added; and where the optimizer steps
-    in backward, means are here only.
+    in backward, or on the host, means are here only.
     """
     cut = STAGES[stage]
     inner = [(one.unit.count, one.gradients) for one in units if not one.lasts and one.gradients]
@@ -364,10 +419,15 @@ def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> i
         # The sums come back into a buffer of their own. Of two units; one is counted as the mean
         # that it becomes.
         incoming += both(_neighbours(inner, 1), around)
-    keeps_none = any(one.unit.trainable and not one.widths.gradient for one in units)
+    keeps_none = any(
+        one.unit.trainable and (one.offload or not one.widths.gradient) for one in units
+    )
     again = both(inner_mean, around_mean) if backwards > 1 or keeps_none else 0
+    # A mean leaves for the host in the dtype that it has on the wire, in a copy of its own.
+    leaving = max((one.gradients for one in units if one.offload), default=0)
+    leaving //= devices if cut.shards_anything else 1
     autograd = max((one.gradient_of_autograd for one in units), default=0)
-    return (0 if cut.keeps_gradient_buffer else local) + incoming + again + autograd
+    return (0 if cut.keeps_gradient_buffer else local) + incoming + again + leaving + autograd
 
 
 def sent_by(
@@ -389,3 +449,16 @@ def sent_by(
         return Sent(inside=0, across=0)
     inside = total * (cluster.devices_per_node - 1) // (devices - 1)
     return Sent(inside=inside, across=total - inside)
+
+
+def moved_by(
+    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, backwards: int
+) -> int:
+    """Bytes that a rank moves between its device and host memory per step, at most."""
+    total = 0
+    for one in _sized(model, stage, cluster.devices, widths):
+        owners = cluster.devices if STAGES[stage].shards_anything else 1
+        own = one.stage(stage)
+        moved = estimate.bytes_moved(own, one.state_widths, one.offload, backwards)
+        total += one.unit.count * -(-one.layout.padded_numel // owners) * moved
+    return total

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from onecopy.config import Offload
 from onecopy.planner.estimate import ElementWidths
 
 __all__ = ["ModelShape", "Saved", "Stack", "TransformerShape", "UnitShape"]
@@ -24,6 +25,7 @@ class UnitShape:
     stays: its parameters are whole at every stage (`Config.keep_gathered`).
     owners: the rank that has each parameter whole; None where slices cut anywhere.
     widths: bytes of each state; None where the plan's precision says it.
+    offload: which of their states lie in host memory, whatever its fraction; None for none.
     """
 
     name: str
@@ -35,6 +37,7 @@ class UnitShape:
     stays: bool = False
     owners: tuple[int, ...] | None = None
     widths: ElementWidths | None = None
+    offload: Offload | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -133,6 +136,21 @@ class ModelShape:
             for unit in self.units
         )
         return replace(self, units=units, transformer=self._transformer_of(num_blocks))
+
+    def with_offload(self, offload: Offload | None) -> ModelShape:
+        """The same model, the first of its units with states in host memory, as `shard` would."""
+        if offload is None or offload.optimizer == "device":
+            return self
+        # As the runtime places units: a unit that would cross the border stays on the device.
+        left = int(offload.fraction * self.num_parameters)
+        units: list[UnitShape] = []
+        for unit in self.units:
+            size = sum(unit.numels)
+            num_chosen = min(unit.count, max(left, 0) // size) if size else 0
+            left -= unit.num_parameters
+            parts = ((num_chosen, offload), (unit.count - num_chosen, None))
+            units += [replace(unit, count=count, offload=own) for count, own in parts if count]
+        return replace(self, units=tuple(units))
 
     def _transformer_of(self, num_blocks: int) -> TransformerShape | None:
         if self.transformer is None:

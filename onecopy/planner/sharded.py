@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from onecopy.config import Offload
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
@@ -95,12 +96,16 @@ def states_of(optimizer: torch.optim.Optimizer) -> int | None:
 def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[str, int]:
     """Bytes on a rank at the peak of a step of one backward, by kind, without activations.
 
+    "host": how many of the model states lie in host memory, if any do.
+
     Args:
         states: `states_of` the optimizer of each unit that has one. Where it is not known for some
             unit, the kind "optimizer" is missing.
     """
     size = engine.collectives.groups.world.size
     cluster = Cluster(devices=size, devices_per_node=size)
+    offload = engine.config.offload
+    assert not isinstance(offload, str), "a configuration makes it a record"
     by_stage: dict[int, list[UnitShape]] = {}
     last: dict[int, Unit] = {}
     modules = {id(unit.module) for unit in engine.units}
@@ -110,21 +115,30 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
         cut = engine.stage if unit.releases else engine.stage.with_whole_parameters
         number = numbers[cut]
         joins = number in last and last[number].module is unit.module
-        shape = replace(_shape(unit, modules, states.get(unit) or 0), joins=joins)
-        by_stage.setdefault(number, []).append(shape)
+        shape = _shape(unit, modules, states.get(unit) or 0, offload)
+        by_stage.setdefault(number, []).append(replace(shape, joins=joins))
         last[number] = unit
     total: Counter[str] = Counter()
     for number, shapes in by_stage.items():
         model = ModelShape(name="", units=tuple(shapes))
-        for kind, num_bytes in memory_of(model, number, cluster, estimate.FP32).by_kind().items():
-            if num_bytes is not None:
-                total[kind] += num_bytes
+        memory = memory_of(model, number, cluster, estimate.FP32)
+        for kind, num_bytes in memory.by_kind().items():
+            total[kind] += num_bytes or 0
+        for kind in ("parameters", "gradients", "optimizer"):
+            total[kind] += getattr(memory.host, kind)
+        total["host"] += memory.host.total
+    if not total["host"]:
+        del total["host"]
     if None in states.values():
-        del total["optimizer"]
+        # So the sum with them is not known either.
+        for kind in ("optimizer", "host"):
+            total.pop(kind, None)
     return dict(total)
 
 
-def _shape(unit: Unit, modules: set[int], optimizer_states: int) -> UnitShape:
+def _shape(
+    unit: Unit, modules: set[int], optimizer_states: int, offload: Offload | None
+) -> UnitShape:
     inner = {id(module) for module in unit.module.modules()} - {id(unit.module)}
     return UnitShape(
         name=unit.name,
@@ -132,4 +146,5 @@ def _shape(unit: Unit, modules: set[int], optimizer_states: int) -> UnitShape:
         trainable=unit.gradients is not None,
         surrounds=bool(inner & modules),
         widths=widths_of_dtypes(unit.dtypes, optimizer_states),
+        offload=offload if unit.slice.lane is not None else None,
     )
