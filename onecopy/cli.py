@@ -195,7 +195,7 @@ def _shown(default: Any) -> str:
 
 
 def _train(options: TrainOptions) -> None:
-    from onecopy.launcher import in_launched_process, launch
+    from onecopy.launcher import in_launched_process, launch, was_restarted
     from onecopy.report.progress import leave_live_line
     from onecopy.report.run_folder import RUN_FILE
     from onecopy.training.data import find_files
@@ -203,7 +203,8 @@ def _train(options: TrainOptions) -> None:
 
     # Said here once, rather than by every rank.
     find_files(options.data)
-    if options.record and not options.checkpoint and (options.record / RUN_FILE).exists():
+    goes_on = options.checkpoint or was_restarted()
+    if options.record and not goes_on and (options.record / RUN_FILE).exists():
         raise ConfigError(f"--record {options.record} holds a run already: give another folder.")
     if options.nproc == 1 or in_launched_process():
         train(options)

@@ -17,6 +17,7 @@ from onecopy.doctor.options import DoctorOptions
 from onecopy.errors import ConfigError
 from onecopy.report.run_folder import read_run
 from onecopy.training.options import TrainOptions
+from tests.run_folders import Recorded
 
 SMALL = "--steps 4 --batch 2 --context 16 --layers 2 --width 16 --heads 2 --sample 20 --evals 2"
 
@@ -125,6 +126,20 @@ def test_options_reach_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert got[0] == TrainOptions()
     files = (Path("a"), Path("b"), Path("c"))
     assert got[1] == TrainOptions(stage=1, data=files, lr=0.1, quiet=True, record=Path("e"))
+
+
+def test_a_restarted_run_goes_on_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another one is refused before anything starts."""
+    folder = Recorded().write(tmp_path / "run")
+    got: list[TrainOptions] = []
+    monkeypatch.setattr("onecopy.training.trainer.train", got.append)
+    arguments = ["train", "--nproc", "1", "--record", str(folder)]
+    assert cli.main(arguments) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert cli.main(arguments) == 0
+    assert [one.record for one in got] == [folder]
 
 
 def test_torchrun_leaves_our_options_alone() -> None:
