@@ -18,7 +18,7 @@ from onecopy.comm import groups as comm_groups
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.watchdog import Watchdog, watch
-from onecopy.config import Config
+from onecopy.config import Config, Offload
 from onecopy.core import build
 from onecopy.core.backward import Backward
 from onecopy.core.conversion import convert_buffers
@@ -26,7 +26,7 @@ from onecopy.core.copying import copy_plain
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.initialise import prepare
-from onecopy.core.offload import place_units
+from onecopy.core.offload import check_offload, place_units
 from onecopy.core.optimizer import (
     Binding,
     clip_gradients,
@@ -148,6 +148,7 @@ def shard(
         _partition_anew(sharded, optimizers)
         return model
     _check_arguments(models, optimizers)
+    check_offload(optimizers, handle.of(sharded[0]).engine.config if sharded else config)
     if not sharded:
         _check_modules(models)
         for one in models:
@@ -488,11 +489,32 @@ def _attach(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimi
     owners: list[Handle] = [handle.of(one) for one in models]
     engines = [(owner.engine, owner.backward) for owner in owners]
     for optimizer in optimizers:
+        for owner in owners:
+            _refuse_shared_units(owner, optimizer)
         binding = Binding(optimizer, engines)
         for owner in owners:
             owner.bindings.append(binding)
     for owner in owners:
         _warn_of_unowned(owner)
+
+
+def _refuse_shared_units(owner: Handle, optimizer: torch.optim.Optimizer) -> None:
+    """A delayed update holds whole units: two of them would not go together."""
+    offload = owner.engine.config.offload
+    if not isinstance(offload, Offload) or not offload.is_delayed:
+        return
+    taken = {unit: binding.optimizer for binding in owner.bindings for unit in binding.units}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = owner.engine.find(parameter)
+            if found is not None and found[0] in taken:
+                unit, number = found
+                raise ShardingError(
+                    f"{unit.names[number]} of this {type(optimizer).__name__} lies in a unit with "
+                    f"parameters of the {type(taken[unit]).__name__} that is attached already, and "
+                    "delayed_update updates whole units: pass both optimizers to the call of shard "
+                    "that partitions the model"
+                )
 
 
 def _warn_of_unowned(owner: Handle) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +191,187 @@ def written_between() -> None:
     models.loss(model, models.batch("gpt", 3, 0)).backward()
 
 
+def written_before_flush() -> None:
+    """The same, at the end of training."""
+    model, _ = begin(0)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    onecopy.flush(model)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(without_zero_grad, "zero_grad"), (written_between, "onecopy.flush")],
+    [
+        (without_zero_grad, "zero_grad"),
+        (written_between, "onecopy.flush"),
+        (written_before_flush, "onecopy.flush"),
+    ],
 )
 def test_what_would_meet_the_update(pool: Pool, function: Any, words: str) -> None:
     """Is refused with what to do."""
     for error in pool.run(2, function, expect_failures=True):
         assert error.type_name == ShardingError.__name__, str(error)
         assert words in error.message
+
+
+def gradient_after_step() -> None:
+    """Taken by the update: zeros would be a wrong answer."""
+    model, updater = begin()
+    models.loss(model, models.batch("gpt", 3, 0)).backward()
+    updater.step()
+    parameter = next(model.parameters())
+    assert parameter.grad is not None
+    parameter.grad.norm()
+
+
+def gradient_held() -> None:
+    """The same, of a gradient that somebody has kept over the step."""
+    model, updater = begin()
+    models.loss(model, models.batch("gpt", 3, 0)).backward()
+    gradient = next(model.parameters()).grad
+    updater.step()
+    updater.zero_grad()
+    assert gradient is not None
+    gradient.abs()
+
+
+def two_in_one_unit() -> None:
+    """An update holds whole units."""
+    model = models.build("gpt")
+    onecopy.shard(model, offload=delayed(1))
+    halves = [list(model.parameters())[first::2] for first in (0, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for half in halves:
+            onecopy.shard(model, torch.optim.SGD(half, lr=0.1))
+
+
+def captured() -> None:
+    """What only an accelerator can do."""
+    model = models.build("gpt")
+    updater = torch.optim.AdamW(model.parameters(), capturable=True)
+    try:
+        onecopy.shard(model, updater, offload="cpu")
+    finally:
+        assert onecopy.handle.find(model) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (gradient_after_step, "between backward and step"),
+        (gradient_held, "between backward and step"),
+        (two_in_one_unit, "pass both optimizers"),
+        (captured, "capturable=False"),
+    ],
+)
+def test_what_an_update_cannot_give(pool: Pool, function: Any, words: str) -> None:
+    """Is refused, instead of answered wrong."""
+    (error,) = pool.run(1, function, expect_failures=True)
+    assert error.type_name in (ShardingError.__name__, ConfigError.__name__), str(error)
+    assert words in error.message
+
+
+def read_between(stage: int) -> bool:
+    """Values that are only read while an update is under way, by every rank, are no writes."""
+    (model, updater), (other, its_updater) = begin(stage), begin(stage)
+    for number in (3, 4):
+        steps(model, updater, number)
+        steps(other, its_updater, number)
+        assert all(parameter.norm() > 0 for parameter in model.parameters() if parameter.dim() > 1)
+    values, others = full_values(model), full_values(other)
+    return all(torch.equal(others[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_are_read_while_an_update_runs(pool: Pool, stage: int) -> None:
+    """Logs and moving averages do so."""
+    assert pool.run(2, read_between, stage) == [True, True]
+
+
+def state_of_a_part() -> bool:
+    """`state_dict()` of a block, in the dtype of its masters."""
+    model, _ = begin(0)
+    block = model.get_submodule("blocks.0")
+    found = block.state_dict()
+    return all(torch.equal(found[name], value) for name, value in plain_values(model, block))
+
+
+def plain_values(model: nn.Module, part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Of a part of it."""
+    with onecopy.full_parameters(model):
+        return [(name, value.detach().clone()) for name, value in part.named_parameters()]
+
+
+def test_the_state_of_a_part_has_the_last_update(pool: Pool) -> None:
+    """As that of the whole."""
+    assert pool.run(2, state_of_a_part) == [True, True]
+
+
+def unfrozen_between() -> bool:
+    """A block is trained again from a forward on that comes before zero_grad."""
+    model = models.build("gpt")
+    block = model.get_submodule("blocks.1").requires_grad_(False)
+    updater = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, updater, offload=delayed(1))
+    steps(model, updater, 0)
+    before = plain_values(model, block)
+    models.loss(model, models.batch("gpt", 1, 0)).backward()
+    updater.step()
+    block.requires_grad_(True)
+    loss = models.loss(model, models.batch("gpt", 2, 0))
+    updater.zero_grad()
+    loss.backward()
+    updater.step()
+    updater.zero_grad()
+    after = dict(plain_values(model, block))
+    return all(not torch.equal(after[name], value) for name, value in before)
+
+
+def test_units_are_unfrozen_while_an_update_runs(pool: Pool) -> None:
+    """No gradient of before is added to."""
+    assert pool.run(2, unfrozen_between) == [True, True]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps itself, in both places where that can be done."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": torch.tensor(0.1), "count": 0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """SGD, slower with each step."""
+        time.sleep(0.005)
+        self.count += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rate = group["lr"].item() / (self.count + group["count"])
+                    parameter.sub_(parameter.grad, alpha=rate)
+
+
+def count(offload: Offload | None) -> tuple[int, int, dict[str, Tensor]]:
+    """Its counters and its values, with a learning rate that is set while the update runs."""
+    model = models.build("gpt")
+    updater = Counting(model.parameters())
+    onecopy.shard(model, updater, stage=1, offload=offload)
+    for number in range(3):
+        steps(model, updater, number)
+        updater.param_groups[0]["lr"].mul_(0.5)
+        onecopy.flush(model)
+    return updater.count, updater.param_groups[0]["count"], full_values(model)
+
+
+@pytest.mark.parametrize("offload", [delayed(1), delayed(4)], ids=["delayed", "not delayed"])
+def test_counters_and_settings_are_those_of_the_step(pool: Pool, offload: Offload) -> None:
+    """Not of the unit, nor of the time at which the thread comes to it."""
+    expected = pool.run(2, count, None)[0]
+    for own, groups_own, values in pool.run(2, count, offload):
+        assert (own, groups_own) == expected[:2] == (3, 3)
+        assert all(torch.equal(values[name], value) for name, value in expected[2].items())
 
 
 class Raises(torch.optim.SGD):

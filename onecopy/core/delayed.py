@@ -4,8 +4,9 @@ With W_k the weights after k updates and g_i the gradient of step i, training wi
 W_i = U(W_{i-1}, g_i), with g_i taken at W_{i-1}. With it, from a first step on, g_i is taken at
 W_{i-2}, while W_{i-1} is being computed from g_{i-1}; the order of updates stays as it is.
 
-The update gets pieces of its own, which share memory with the optimizer's, and the gradients of the
-step: what the loop does meanwhile (zero_grad, the next backward, a scheduler) does not meet it.
+The update gets pieces of its own, which share memory with the optimizer's, the gradients of the
+step, and copies of the settings: what the loop does meanwhile (zero_grad, the next backward, a
+scheduler) does not meet it.
 Values that the device has are those of before until the update is published, with the next step.
 
 Source: ZeRO-Offload (Ren et al. 2021), section 5.2, one-step delayed parameter update.
@@ -13,7 +14,7 @@ Source: ZeRO-Offload (Ren et al. 2021), section 5.2, one-step delayed parameter 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.core.unit_step import HOOKS, plain_step
+from onecopy.core.unit_step import once_for_all, plain_step
 
 if TYPE_CHECKING:
     from onecopy.core.unit import Unit
@@ -72,17 +73,15 @@ class DelayedUpdate:
             pieces: by unit and number of their group.
         """
         optimizer = self._optimizer
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        parts = [self._part(of_unit) for of_unit in pieces.values()]
+        groups = [_settings_of(group) for group in optimizer.param_groups]
+        parts = [self._part(unit, of_unit) for unit, of_unit in pieces.items()]
         self._units, self.is_under_way = list(pieces), True
         worker = object.__new__(type(optimizer))
         vars(worker).update(vars(optimizer), state=self._states)
-        for name in HOOKS:
-            setattr(worker, name, OrderedDict())
         for unit in self._units:
             unit.slice.is_in_update = True
             assert unit.gradients is not None, "what has a gradient is trainable"
-            unit.gradients.clear()
+            unit.gradients.forget_overflow()
         self._update = self._thread.submit(_run, worker, groups, parts)
 
     def join(self) -> None:
@@ -118,9 +117,14 @@ class DelayedUpdate:
         """No update follows."""
         self._thread.shutdown()
 
-    def _part(self, pieces: dict[int, list[nn.Parameter]]) -> _Part:
+    def _part(self, unit: Unit, pieces: dict[int, list[nn.Parameter]]) -> _Part:
         twins: dict[int, list[nn.Parameter]] = {}
         gradients: dict[nn.Parameter, torch.Tensor] = {}
+        mine = {piece for of_group in pieces.values() for piece in of_group}
+        # Then later backwards add to the memory that the gradients are parts of.
+        stays = any(
+            piece.grad is not None for piece in unit.slice.pieces.values() if piece not in mine
+        )
         for number, of_group in pieces.items():
             for piece in of_group:
                 if piece.grad is None:
@@ -130,8 +134,18 @@ class DelayedUpdate:
                 if piece in self._optimizer.state:
                     self._states[twin] = self._optimizer.state[piece]
                 twins.setdefault(number, []).append(twin)
-                gradients[twin] = piece.grad
+                gradients[twin] = piece.grad.clone() if stays else piece.grad
+                piece.grad = None
         return _Part(twins, gradients)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a group as they are now: a scheduler changes a learning rate that is a tensor."""
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in settings.items()
+    }
 
 
 def _run(
@@ -143,11 +157,12 @@ def _run(
         for part in parts:
             for twin, gradient in part.gradients.items():
                 twin.grad = gradient.to(twin.dtype)
-            worker.param_groups = [
-                {**group, "params": part.pieces.get(number, [])}
-                for number, group in enumerate(groups)
-            ]
-            step(worker)
+            with once_for_all(worker):
+                worker.param_groups = [
+                    {**group, "params": part.pieces.get(number, [])}
+                    for number, group in enumerate(groups)
+                ]
+                step(worker)
             for twin in part.gradients:
                 twin.grad = None
             part.gradients.clear()

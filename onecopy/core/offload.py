@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onecopy.core.unit import UnitSpec
     from onecopy.events import Events
 
-__all__ = ["Arriving", "HostLane", "Placement", "place_units"]
+__all__ = ["Arriving", "HostLane", "Placement", "check_offload", "place_units"]
 
 HOST = torch.device("cpu")
 
@@ -102,6 +102,23 @@ class HostLane:
         assert self._stream is not None, "only accelerators have streams"
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         return self._stream
+
+
+def check_offload(optimizers: Iterable[torch.optim.Optimizer], config: Config) -> None:
+    """Refuse optimizers that cannot run on the host.
+
+    Raises:
+        ConfigError: one is to be captured in a graph of an accelerator.
+    """
+    offload = config.offload
+    if not isinstance(offload, Offload) or offload.optimizer == "device":
+        return
+    for one in optimizers:
+        if any(group.get("capturable") for group in one.param_groups):
+            raise ConfigError(
+                f"offload and capturable=True: the host runs this {type(one).__name__}, and only "
+                "what runs on an accelerator can be captured. Make it with capturable=False"
+            )
 
 
 def place_units(

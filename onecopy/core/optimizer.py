@@ -307,6 +307,10 @@ class Binding:
         """Bring an update that is under way into the parameters; all ranks together."""
         if self._delayed is None or not self._delayed.is_under_way:
             return
+        for engine, _ in self.engines:
+            # What is gathered has the values of before, and would be taken for newer ones.
+            engine.check_parameters()
+            engine.rest()
         self._delayed.finish()
         self._show_values(engine for engine, _ in self.engines)
 

@@ -146,7 +146,9 @@ def _placed(name: str, value: Any, unit: Unit, number: int) -> Any:
             "model inside onecopy.init_sharded(), or make the optimizer after onecopy.shard(model) "
             "and attach it by onecopy.shard(model, optimizer)"
         )
-    return value.to(unit.slice.device) if value.dim() else value
+    # Counters stay where the optimizer has them, but for those that the host could not read.
+    is_moved = value.dim() or unit.slice.lane is not None
+    return value.to(unit.slice.device) if is_moved else value
 
 
 def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:

@@ -86,8 +86,9 @@ class OwnedGradients:
             for number, square in enumerate(before._squares):
                 self._squares[numbers[before._place(number)]] = square
         if shown:
-            before.hide()
+            before._hide()
             self.show(set(places) - shown, are_applied=before._are_applied)
+        self._handed_over = before._handed_over
 
     def _places(self, numbers: Collection[int]) -> set[tuple[int, int]]:
         return {self._place(number) for number in numbers}
@@ -124,13 +125,15 @@ class OwnedGradients:
         """
         if self._suspended:
             self.resume()
-        self._handed_over -= self._handed_over if units is None else set(units)
         # What was written into the gradients of others still counts.
         self._wholes.take_writes(uncounted=True)
         self._wholes.drop()
         self._norms.clear()
-        if not set_to_none:
-            return
+        if set_to_none:
+            self._remove_all(units)
+        self._handed_over -= self._handed_over if units is None else set(units)
+
+    def _remove_all(self, units: Collection[Unit] | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters):
                 if units is None or self._units[number] in units:
@@ -148,7 +151,9 @@ class OwnedGradients:
             return
         stand_in = self._stand_ins[number]
         unit, index, piece = self._units[number], self._indices[number], self._pieces[number]
-        if piece is None or piece.grad is None:
+        if unit in self._handed_over:
+            stand_in.is_taken = True
+        elif piece is None or piece.grad is None:
             stand_in.part = unit.flat.new_zeros(0 if piece is None else piece.numel())
         else:
             part = unit.slice.from_piece(index, piece.grad)
@@ -179,6 +184,9 @@ class OwnedGradients:
                     "backward"
                 )
         self._handed_over.clear()
+        self._hide()
+
+    def _hide(self) -> None:
         self._norms.clear()
         self._wholes.drop()
         with torch._C.DisableTorchFunctionSubclass():
@@ -189,6 +197,7 @@ class OwnedGradients:
     def hand_over(self, units: Iterable[Unit]) -> None:
         """An update that runs on takes the gradients of these units."""
         self.settle()
+        self._wholes.drop()
         self._handed_over |= set(units)
 
     def suspend(self) -> None:
@@ -274,6 +283,7 @@ class OwnedGradients:
     def value_of(self, stand_in: OwnedGradient, what: str) -> torch.Tensor:
         """The same of the gradients as they are known here."""
         number = stand_in.number
+        self._refuse_taken(stand_in)
         unit, index = self._units[number], self._indices[number]
         what = f"the gradient of {self.names[number]} ({what})"
         if stand_in.part is not None:
@@ -306,9 +316,9 @@ class OwnedGradients:
         self.settle()
         shown = list(self._shown)
         self._wholes.are_kept = True
-        for number in shown:
-            self._parameters[number].grad = self.whole(self._stand_ins[number], "grads=True")
         try:
+            for number in shown:
+                self._parameters[number].grad = self.whole(self._stand_ins[number], "grads=True")
             yield
         finally:
             self.settle(uncounted=True)
@@ -325,6 +335,7 @@ class OwnedGradients:
         whoever asks again has it measured again: by then somebody may have changed the pieces
         (`GradScaler.unscale_`).
         """
+        self._refuse_taken(self._stand_ins[number])
         if order not in self._norms or number in self._asked[order]:
             self._norms[order] = self.norms(order)
             self._asked[order] = set()
@@ -351,6 +362,7 @@ class OwnedGradients:
         """Apply an elementwise in-place function to this rank's part of one gradient."""
         self._refuse_applied()
         self.settle()
+        self._refuse_taken(self._stand_ins[number])
         self._norms.clear()
         piece = self._pieces[number]
         with torch.no_grad():
@@ -407,6 +419,16 @@ class OwnedGradients:
             is_inf = order == float("inf")
             local[[number for number, _ in grads]] = values if is_inf else values**order
         return local
+
+    def _refuse_taken(self, stand_in: OwnedGradient) -> None:
+        number = stand_in.number
+        is_current = stand_in is self._stand_ins[number]
+        if stand_in.is_taken or (is_current and self._units[number] in self._handed_over):
+            raise ShardingError(
+                f"the gradient of {self.names[number]} exists no more: optimizer.step() has taken "
+                "it for an update that runs on (delayed_update). Look at gradients between "
+                "backward and step"
+            )
 
     def _refuse_applied(self) -> None:
         if self._are_applied:

@@ -51,10 +51,12 @@ class OwnedGradient(torch.Tensor):
         part: 1-D, this rank's part of a gradient that is its parameter's no more, until somebody
             wants its values.
         whole: shaped like the parameter, such a gradient from then on.
+        is_taken: it was its parameter's until an update took its values (delayed_update).
     """
 
     part: torch.Tensor | None
     whole: torch.Tensor | None
+    is_taken: bool
     _reference: weakref.ref[OwnedGradients]
     number: int
     _arrived: torch.Tensor | None
@@ -78,6 +80,7 @@ class OwnedGradient(torch.Tensor):
         self._reference = weakref.ref(gradients)
         self.number = number
         self._arrived = self.whole = self.part = None
+        self.is_taken = False
         return self
 
     @property

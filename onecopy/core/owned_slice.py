@@ -203,6 +203,13 @@ class OwnedSlice:
         rounded = self._master.to(self.own.dtype)
         return self.has_own_values and not torch.equal(self.own.to(self.device), rounded)
 
+    @property
+    def is_only_read(self) -> bool:
+        """An update changes the master, and the gathered values are what the device keeps."""
+        if not self.is_in_update or self._kept is None:
+            return False
+        return torch.equal(self.own, self._kept)
+
     def take_values(self) -> None:
         """Make the master hold the values of the flat buffer.
 

@@ -45,7 +45,15 @@ def restore_models(engines: Iterable[Engine], bindings: Iterable[Binding]) -> No
                 group["param_names"] = names
             for parameter in parameters:
                 if id(parameter) in whole:
-                    optimizer.state[parameter] = whole[id(parameter)]
+                    state = optimizer.state[parameter] = whole[id(parameter)]
+                    _place_counter(state, group, parameter.device)
+
+
+def _place_counter(state: dict[str, Any], group: dict[str, Any], device: torch.device) -> None:
+    """Some count steps on the device of their parameters, as torch's own loading knows."""
+    if isinstance(state.get("step"), torch.Tensor):
+        if group.get("fused") or group.get("capturable"):
+            state["step"] = state["step"].to(device)
 
 
 def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]]:

@@ -33,14 +33,17 @@ __all__ = ["add_state_dict_hooks"]
 def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
     """Put the hooks on a sharded model; returns their handles."""
     hooks = _StateDictHooks(engine)
+
+    def flush(*_: Any) -> None:
+        engine.flush()
+
     # Partials, since torch marks a hook by an attribute, which a method cannot have.
-    handles: list[RemovableHandle] = [
-        model.register_state_dict_pre_hook(lambda *_: engine.flush()),
-        model.register_load_state_dict_pre_hook(lambda *_: engine.flush()),
-    ]
+    handles: list[RemovableHandle] = []
     for module in model.modules():
         if module._parameters:
             handles += [
+                module.register_state_dict_pre_hook(flush),
+                module.register_load_state_dict_pre_hook(flush),
                 module.register_state_dict_post_hook(partial(hooks.after_saving)),
                 module.register_load_state_dict_pre_hook(hooks.before_loading),
                 module.register_load_state_dict_post_hook(hooks.after_loading),

@@ -55,7 +55,9 @@ class Touch:
         for unit in [unit for unit in units if not unit.releases]:
             # Its new values are on their way; other ranks need not want it, too.
             engine.demand(unit)
-            unit.expect_writes()
+            if not unit.slice.is_in_update:
+                # While it is, nobody can tell what was written from what is being updated.
+                unit.expect_writes()
             del units[unit]
         if not units:
             return

@@ -316,11 +316,14 @@ class Unit:
     def keep_changes(self) -> None:
         """Take over into the master what was written into the gathered parameters since."""
         versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions and not self._expects_writes and not self._is_repointed():
+        is_known = versions != self._versions or self._is_repointed()
+        if not is_known and not self._expects_writes:
             return
         self._expects_writes = False
-        self.take_values()
+        # Before what may raise: what was refused once is not refused for ever.
         self._versions = versions
+        if is_known or not self.slice.is_only_read:
+            self.take_values()
 
     def look_for_hidden_writes(self, *, is_foreseen: bool) -> None:
         """A forward has run. Has it written in ways that torch does not count?

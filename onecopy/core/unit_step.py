@@ -4,13 +4,14 @@ What a step needs beside its states (the fp32 master where it is kept split, fp3
 they are kept in bf16) then exists for one unit at a time. The optimizer's own `step` is called for
 each unit, with copies of its param_groups that hold this unit's pieces. Its hooks stay silent:
 `optimizer.step()` itself still runs once, on pieces whose gradients are out of sight, so that
-hooks, schedulers and counters in param_groups see one step.
+hooks, schedulers and counters (in param_groups, or attributes of the optimizer) see one step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from onecopy.core.unit import Unit
 
-__all__ = ["HOOKS", "UnitSteps", "plain_step"]
+__all__ = ["UnitSteps", "once_for_all", "plain_step"]
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -81,21 +82,30 @@ class UnitSteps:
 
     def _run_alone(self, pieces: dict[int, list[nn.Parameter]]) -> None:
         optimizer = self._optimizer
-        kept: dict[str, Any] = {name: getattr(optimizer, name) for name in HOOKS}
-        groups = optimizer.param_groups
-        step = plain_step(optimizer)
-        try:
-            for name in HOOKS:
-                # A subclass that calls the step of its parent comes to the hooks once more.
-                setattr(optimizer, name, OrderedDict())
+        with once_for_all(optimizer):
             optimizer.param_groups = [
-                {**group, "params": pieces.get(number, [])} for number, group in enumerate(groups)
+                {**group, "params": pieces.get(number, [])}
+                for number, group in enumerate(optimizer.param_groups)
             ]
-            step(optimizer)
-        finally:
-            optimizer.param_groups = groups
-            for name, hooks in kept.items():
-                setattr(optimizer, name, hooks)
+            plain_step(optimizer)(optimizer)
+
+
+@contextmanager
+def once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, hooks are silent; afterwards attributes are who they were.
+
+    So a counter that the optimizer's own `step` advances is, in each unit, what it would be if all
+    were updated at once.
+    """
+    kept = dict(vars(optimizer))
+    try:
+        for name in HOOKS:
+            # A subclass that calls the step of its parent comes to the hooks once more.
+            setattr(optimizer, name, OrderedDict())
+        yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(kept)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
