@@ -1,0 +1,180 @@
+"""States in host memory of a model on an accelerator: no operation mixes both."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import onecopy
+import onecopy.handle
+from onecopy import Offload, Precision
+from onecopy.comm.groups import ImaginedWorld
+from onecopy.report.memory import measure
+from tests.fake_accelerator import fake_accelerator
+from tests.pool import Pool
+
+HOST = Offload(optimizer="host", gradients="host")
+PLACES = {
+    "host": HOST,
+    "all host": Offload(optimizer="host", gradients="host", parameters="host"),
+    "a part": Offload(optimizer="host", gradients="host", fraction=0.6),
+    "delayed": Offload(optimizer="host", gradients="host", delayed_update=1),
+}
+SETTINGS: list[dict[str, Any]] = [
+    {"precision": "bf16", "max_grad_norm": 1.0},
+    {"precision": "fp16"},
+    {"precision": Precision(compute="bf16", gradient="bf16")},
+    {"whole_parameters": True, "keep_gathered": ("1",)},
+    {"step_in_backward": True, "max_grad_norm": 1.0},
+]
+Loop = Callable[[nn.Module, torch.optim.Optimizer, str], None]
+
+
+def backward(model: nn.Module, device: str) -> None:
+    """A loss and its gradients."""
+    model(torch.randn(2, 8, device=device)).sum().backward()
+
+
+def clip(model: nn.Module, _: torch.optim.Optimizer, device: str) -> None:
+    """By torch's functions, and by numbers that lie on the device."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    onecopy.clip_grad_norm_(model, 1.0, float("inf"))
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(torch.tensor(2.0, device=device))
+
+
+def write_gradients(model: nn.Module, _: torch.optim.Optimizer, device: str) -> None:
+    """Whole ones."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(1)
+        parameter.grad = parameter.grad * 2
+    with onecopy.full_parameters(model, grads=True):
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)
+            parameter.data.mul_(2)
+
+
+def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
+    """Local sums, zeros, and gradients that somebody has kept."""
+    with onecopy.no_sync(model):
+        backward(model, device)
+    backward(model, device)
+    kept = [parameter.grad for parameter in model.parameters()]
+    optimizer.zero_grad()
+    for gradient in kept:
+        assert gradient is not None
+        gradient.add(1)
+    backward(model, device)
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, device)
+
+
+def look(model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> None:
+    """Whatever reads states."""
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    measure(model, optimizer)
+
+
+def freeze(model: nn.Module, _: torch.optim.Optimizer, device: str) -> None:
+    """Or the other way round."""
+    block = model.get_submodule("1")
+    block.requires_grad_(not next(block.parameters()).requires_grad)
+
+
+def nothing(*_: Any) -> None:
+    """But the steps."""
+
+
+def train(device: str, stage: int, offload: Offload, loop: Loop, settings: dict[str, Any]) -> None:
+    """Two steps on one of four ranks."""
+    model, optimizer = build(device, ImaginedWorld(4, native=True), stage, offload, settings)
+    for _ in range(2):
+        backward(model, device)
+        loop(model, optimizer, device)
+        optimizer.step()
+        optimizer.zero_grad()
+    onecopy.flush(model)
+    offloaded = [
+        (piece, optimizer.state[piece])
+        for unit in onecopy.handle.of(model).engine.units
+        if unit.slice.lane is not None
+        for piece in unit.slice.pieces.values()
+        if piece in optimizer.state
+    ]
+    assert offloaded
+    assert all(one.is_cpu for piece, state in offloaded for one in (piece, *state.values()))
+
+
+def back(device: str) -> None:
+    """A fused optimizer counts steps on the device of its parameters."""
+    settings = {"whole_parameters": True}
+    model, optimizer = build(device, ImaginedWorld(1), 3, HOST, settings)
+    backward(model, device)
+    optimizer.step()
+    optimizer.zero_grad()
+    onecopy.unshard(model)
+    for parameter in model.parameters():
+        states = optimizer.state[parameter].values()
+        assert {one.device for one in states} == {torch.device(device)}
+
+
+def build(
+    device: str, world: ImaginedWorld, stage: int, offload: Offload, settings: dict[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model."""
+    blocks = [nn.Sequential(nn.Linear(8, 8, device=device), nn.GELU()) for _ in range(2)]
+    ends = nn.Linear(8, 8, device=device), nn.Linear(8, 1, device=device)
+    model = nn.Sequential(ends[0], *blocks, ends[1])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    onecopy.shard(
+        model, optimizer, mesh=world, stage=stage, offload=offload, units=("1", "2"), **settings
+    )
+    return model, optimizer
+
+
+def cases() -> list[tuple[int, str, Loop, dict[str, Any]]]:
+    """Everything with everything would take minutes."""
+    loops = (clip, write_gradients, accumulate, look, freeze)
+    found: list[tuple[int, str, Loop, dict[str, Any]]] = []
+    for place in PLACES:
+        stages = (3,) if place == "all host" else (1, 3)
+        found += [(stage, place, loop, {}) for stage in stages for loop in loops]
+        found += [
+            (stage, place, nothing, settings)
+            for stage in stages
+            for settings in SETTINGS
+            if not (place == "delayed" and "step_in_backward" in settings)
+        ]
+    return found
+
+
+def main() -> None:
+    """Print what fails."""
+    with fake_accelerator() as device:
+        back(device)
+        for stage, place, loop, settings in cases():
+            try:
+                train(device, stage, PLACES[place], loop, settings)
+            except Exception:
+                print(f"stage {stage}, {place}, {loop.__name__}, {settings}", file=sys.stderr)
+                traceback.print_exc(limit=-4)
+    print("all were tried")
+
+
+def test_no_operation_mixes_devices(pool: Pool) -> None:
+    """Of what loops do, in every place of states."""
+    done = pool.run_in_subprocess("from tests.test_offload_devices import main; main()")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all were tried" in done.stdout
+    failed = [line for line in done.stderr.splitlines() if line.startswith("stage ")]
+    assert not failed, done.stderr[-3000:]
