@@ -20,7 +20,9 @@ from onecopy import cli
 from onecopy.errors import ConfigError
 from onecopy.planner import page
 from onecopy.planner.options import PlanOptions
+from onecopy.planner.rows import ALL_HOST, HOST
 from onecopy.planner.sizes import parse_parameters
+from onecopy.report.amounts import amount
 from tests.pool import Pool
 
 LLAMA = {
@@ -200,21 +202,113 @@ def test_reasons_name_what_was_set_aside() -> None:
         assert words in text
 
 
-def test_where_nothing_fits_offload_may() -> None:
-    """ZeRO-Offload, table 1: of 16 bytes a parameter 2 stay, 14 lie on the hosts."""
-    plan = onecopy.plan("7.5B", devices=2, device_memory="40GB", checkpoint_activations="on")
+TIGHT: dict[str, Any] = {"devices": 2, "device_memory": "40GB"}
+
+
+def test_states_in_host_memory_where_nothing_fits_on_the_devices() -> None:
+    """Least communication, then least offload; bytes by the table of docs/offload.md."""
+    plan = onecopy.plan("7.5B", **TIGHT, checkpoint_activations="on")
+    found = plan.recommended
+    assert found is not None
+    assert found.config.offload == HOST
+    assert 'stage=2, precision="bf16", offload="cpu")' in found.code
+    assert "[offload]" in found.toml
+    text = "\n".join(found.reasons)
+    assert "120.0 GB of host memory for that, which is not checked: say --host-memory" in text
+    offloaded = [row for row in plan.rows if row.way.tier == "host"]
+    assert [row.stage for row in offloaded] == [0, 1, 2, 3, 3]
+    on_device = [row.memory.states / 7.5e9 for row in offloaded]
+    assert on_device == pytest.approx([2, 4, 2, 1, 0], rel=1e-4)
+    on_host = [row.outside.rank / 7.5e9 for row in offloaded if row.outside]
+    assert on_host == pytest.approx([16, 8, 8, 8, 8], rel=1e-4)
+    moved = [row.outside.moved / 7.5e9 for row in offloaded if row.outside]
+    assert moved == pytest.approx([4, 2, 2, 2, 3], rel=1e-4)
+    assert all(row.outside.node == 2 * row.outside.rank for row in offloaded if row.outside)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # All that fits on devices comes first, whatever it sends.
+        ({"devices": 64, "device_memory": "14GB"}, (3, None)),
+        ({"devices": 4, "device_memory": "20GB"}, (2, HOST)),
+        ({"devices": 4, "device_memory": "15GB"}, (3, HOST)),
+        ({"devices": 4, "device_memory": "5GB"}, (3, ALL_HOST)),
+        ({"devices": 4, "device_memory": "5GB", "host_memory": "119GB"}, None),
+        # Stage 0 would have every state once a rank.
+        ({"devices": 1, "device_memory": "25GB"}, (0, HOST)),
+        ({"devices": 4, "device_memory": "2GB"}, None),
+    ],
+)
+def test_the_fastest_of_all_tiers(settings: dict[str, Any], expected: Any) -> None:
+    found = onecopy.plan("7.5B", **{"host_memory": "1TB", **settings}).recommended
+    assert (found and (found.row.stage, found.row.way.offload)) == expected
+
+
+def test_a_host_that_is_too_small_is_said() -> None:
+    plan = onecopy.plan("7.5B", **TIGHT, host_memory="100GB")
     assert plan.recommended is None
-    text = "\n".join(plan.advice)
-    assert 'offload="cpu"' in text
-    assert "takes 105.0 GB of each node's host memory" in text
-    for settings in ({"device_memory": "16GB"}, {"precision": "fp32"}, {"stage": 3}):
-        other = onecopy.plan("7.5B", **{"devices": 2, "device_memory": "40GB", **settings})
-        assert other.recommended is None
-        assert "ZeRO-Offload" not in "\n".join(other.advice)
+    assert "takes 120.0 of 100.0 GB of each node's host memory" in "\n".join(plan.advice)
+    tiny = onecopy.plan("7.5B", devices=2, device_memory="1GB", host_memory="1TB")
+    assert "with states in host memory stage 3 still needs" in "\n".join(tiny.advice)
+
+
+def test_the_largest_model_with_and_without_the_host() -> None:
+    rows = onecopy.plan("7.5B", devices=8, host_memory="1TB", stage=3).rows
+    alone, host, everything = (row.largest for row in rows)
+    assert alone and host and everything
+    assert alone < host <= everything
+    # 16 bytes a parameter of the node's hosts.
+    assert 0.97e12 < 16 * everything <= 1e12
+    # Without a limit there is no answer.
+    unknown = onecopy.plan("7.5B", **TIGHT, stage=3).rows
+    assert [row.largest is None for row in unknown] == [False, True, True]
+
+
+def test_nvme_is_a_plan_only() -> None:
+    plan = onecopy.plan("70B", devices=8, device_memory="30GB", host_memory="1GB", nvme="8TB")
+    assert plan.recommended is None
+    *_, last = plan.rows
+    assert (last.way.tier, last.fits) == ("nvme", True)
+    assert "on NVMe (ZeRO-Infinity): a plan only, not in this version" in str(plan)
+    assert "not in this version" in plan._repr_html_()
+    assert [row["is_in_this_version"] for row in plan.to_json()["rows"]][-2:] == [True, False]
+    assert "NVMe" not in str(onecopy.plan("70B", devices=8))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"devices": 64},
+        {**TIGHT, "host_memory": "1TB", "nvme": "8TB"},
+        {"devices": 2, "device_memory": "4GB", "host_memory": "1GB"},
+    ],
+)
+def test_table_json_and_page_show_the_same(settings: dict[str, Any]) -> None:
+    plan = onecopy.plan("7.5B", **settings)
+    printed, shown = str(plan), plan._repr_html_()
+    cells = [
+        "".join(cell.itertext()) for row in ElementTree.fromstring(shown).iter("tr") for cell in row
+    ]
+    tables = printed.split("GB per rank")[1:]
+    of_text = [
+        word
+        for line in "".join(tables).splitlines()
+        for word in re.findall(r"(?<= )(?:-|too much|[\d,.]+(?: %|B)?)(?=\s|$)", line)
+    ]
+    rows = plan.to_json()["rows"]
+    for row in rows:
+        for name, size in row["memory"].items():
+            assert size is None or amount(size, "GB") in cells, name
+            assert size is None or not size or amount(size, "GB") in of_text, name
+        for size in (row["outside"] or {}).values():
+            if isinstance(size, int) and not isinstance(size, bool) and row["tier"] == "host":
+                assert amount(size, "GB").removesuffix(".0") in printed
+    assert shown.count("<table") == len(tables) == len({row["tier"] for row in rows})
 
 
 def test_what_helps_where_nothing_fits() -> None:
-    plan = onecopy.plan("70B", devices=2, device_memory="40GB", micro_batch=4)
+    plan = onecopy.plan("70B", devices=2, device_memory="40GB", host_memory="100GB", micro_batch=4)
     assert plan.recommended is None
     text = "\n".join(plan.advice)
     for words in ("comes nearest", "--micro-batch 1", "64 devices like these would do"):
@@ -226,7 +320,9 @@ def test_what_helps_where_nothing_fits() -> None:
 
 
 def test_what_helps_depends_on_what_was_asked() -> None:
-    plan = onecopy.plan("70B", stage=2, precision="fp32", checkpoint_activations="off")
+    plan = onecopy.plan(
+        "70B", stage=2, precision="fp32", host_memory="1GB", checkpoint_activations="off"
+    )
     text = "\n".join(plan.advice)
     for words in ("leave --stage out", "--precision bf16", "--checkpoint-activations auto"):
         assert words in text
@@ -361,6 +457,8 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         ({"devices": 12}, "say --devices-per-node too"),
         ({"devices": 8, "devices_per_node": 3}, "leaves a node with 2"),
         ({"device_memory": "much"}, "no size: say 5GB"),
+        ({"host_memory": "much"}, "no size: say 5GB"),
+        ({"nvme": "much"}, "no size: say 5GB"),
         ({"micro_batch": 0}, "--micro-batch is 0"),
         ({"optimizer": "sophia"}, "choose one of adamw"),
         ({"precision": "fp8"}, "choose one of fp32, bf16"),
@@ -494,6 +592,8 @@ CASES = [
     ("tests.test_plan:build_model", {"stage": 3, "checkpoint_activations": "on"}),
     ("tests.test_plan:Net", {"stage": 1, "optimizer": "adagrad"}),
     ("133K", {"stage": 2, "optimizer": "rmsprop"}),
+    ("llama", {"device_memory": "1.1MB", "host_memory": "1GB", "sequence": 16}),
+    ("tests.test_plan:Net", {"device_memory": "0.5MB"}),
     ("133K", {"device_memory": "1.95MB", "sequence": 1, "layers": 4, "hidden": 4}),
 ]
 

@@ -46,6 +46,21 @@ class PlanOptions:
             metavar="SIZE",
         ),
     )
+    host_memory: str | None = field(
+        default=None,
+        metadata=describe(
+            "what the host of a node can hold for all its devices; shows what offload would do",
+            metavar="SIZE",
+        ),
+    )
+    nvme: str | None = field(
+        default=None,
+        metadata=describe(
+            "what the NVMe drives of a node can hold; shows what ZeRO-Infinity would do, which "
+            "this version cannot",
+            metavar="SIZE",
+        ),
+    )
     sequence: int | None = field(
         default=None,
         metadata=describe(
@@ -102,6 +117,9 @@ class PlanOptions:
                 f"{self.devices}."
             )
         bytes_of(self.device_memory)
+        for size in (self.host_memory, self.nvme):
+            if size is not None:
+                bytes_of(size)
 
     @property
     def cluster(self) -> Cluster:
@@ -113,6 +131,11 @@ class PlanOptions:
     def capacity(self) -> int:
         """Bytes of one device."""
         return bytes_of(self.device_memory)
+
+    def capacity_of(self, tier: str) -> int | None:
+        """Bytes of a node's host memory or NVMe ("host", "nvme"); None where it is not said."""
+        size = {"host": self.host_memory, "nvme": self.nvme}.get(tier)
+        return None if size is None else bytes_of(size)
 
     @property
     def policy(self) -> Precision:

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from onecopy.planner.figures import footnotes, heading, label, lines, unit_of
+from onecopy.planner.figures import footnotes, heading, label, name_of, parts, unit_of
 from onecopy.planner.memory import KINDS
 from onecopy.report import charts, html
 from onecopy.report.amounts import amount
 from onecopy.report.html import Cells, escape
 
 if TYPE_CHECKING:
+    from onecopy.planner.figures import Part
     from onecopy.planner.plan import Plan
     from onecopy.planner.rows import Row
 
@@ -34,7 +35,7 @@ def as_html(plan: Plan) -> str:
     return html.part(
         f"<h1>{escape(heading(plan))}</h1>",
         as_bars(plan),
-        _table(plan),
+        *(_table(plan, part) for part in parts(plan)),
         *(f'<p class="note">{escape(note)}</p>' for note in footnotes(plan)),
         *_recommended(plan),
     )
@@ -56,30 +57,31 @@ def as_bars(plan: Plan) -> str:
 
 
 def _bar(row: Row, unit: str) -> charts.Bar:
-    parts = row.memory.at_peak
     text = partial(_with_unit, unit=unit)
-    return charts.Bar(
-        label(row), charts.shares(parts, COLOURS, text, KINDS), text(row.memory.total)
-    )
+    tier = "" if row.way.tier == "device" else f", {row.way.tier}"
+    kinds = charts.shares(row.memory.at_peak, COLOURS, text, KINDS)
+    return charts.Bar(label(row) + tier, kinds, text(row.memory.total))
 
 
 def _with_unit(num_bytes: float, unit: str) -> str:
     return f"{amount(num_bytes, unit)} {unit}"
 
 
-def _table(plan: Plan) -> str:
-    chosen = None if plan.recommended is None else plan.rows.index(plan.recommended.row)
+def _table(plan: Plan, part: Part) -> str:
+    found = plan.recommended
+    is_here = found is not None and found.row in part.rows
     return html.table(
-        [f"{unit_of(plan)} per rank", *map(label, plan.rows)],
-        [Cells(line.name, line.cells, line.is_sum) for line in lines(plan)],
-        chosen=chosen,
+        [f"{unit_of(plan)} per rank", *map(label, part.rows)],
+        [Cells(line.name, line.cells, line.is_sum) for line in part.lines],
+        chosen=part.rows.index(found.row) if found is not None and is_here else None,
+        caption=part.title,
     )
 
 
 def _recommended(plan: Plan) -> Iterator[str]:
     found = plan.recommended
     sentences = plan.advice if found is None else found.reasons
-    title = "Nothing fits" if found is None else f"Recommended: stage {found.row.stage}"
+    title = "Nothing fits" if found is None else f"Recommended: {name_of(found.row)}"
     yield f"<h2>{title}</h2>"
     yield "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
     if found is not None:

@@ -13,18 +13,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from onecopy.config import STAGES, Precision
 from onecopy.core.stages import STAGES as TABLE
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.recommend import Recommendation, advice_for, recommend
-from onecopy.planner.rows import Question, Row, Way
+from onecopy.planner.rows import ALL_HOST, HOST, Question, Row, Way
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sources import Origin, read_model
 
 __all__ = ["Plan", "plan"]
+
+TIERS = ("device", "host", "nvme")
 
 
 def plan(model: Any, **settings: Any) -> Plan:
@@ -35,8 +36,8 @@ def plan(model: Any, **settings: Any) -> Plan:
             folder with one, "module:function" (called on the meta device), a config object of
             transformers, a module, or a function that returns one.
         settings: fields of `onecopy.planner.options.PlanOptions`: devices, devices_per_node,
-            device_memory, sequence, micro_batch, accumulate, optimizer, precision,
-            checkpoint_activations, stage, layers, hidden.
+            device_memory, host_memory, nvme, sequence, micro_batch, accumulate, optimizer,
+            precision, checkpoint_activations, stage, layers, hidden.
 
     Raises:
         ConfigError: the model cannot be found or built, or a setting does not fit.
@@ -65,11 +66,17 @@ class Plan:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One for each stage; one more where what is recommended is none of them."""
+        """One for each stage and tier; one more where what is recommended is none of them.
+
+        Host memory is shown where its size is said, or where nothing fits on the devices; NVMe
+        where its size is said.
+        """
         found = self.recommended
-        if found is None or found.row in self._of_stages:
-            return self._of_stages
-        return (*self._of_stages, found.row)
+        rows = self._of_stages
+        if found is not None and found.row not in rows:
+            rows = (*rows, found.row)
+        # The sort is stable: within a tier they are in the order of stages.
+        return tuple(sorted(rows, key=lambda row: TIERS.index(row.way.tier)))
 
     @cached_property
     def recommended(self) -> Recommendation | None:
@@ -95,17 +102,40 @@ class Plan:
 
     @cached_property
     def _of_stages(self) -> tuple[Row, ...]:
-        """A row for each stage: with activations kept, or computed again where that is needed."""
-        plain = (row for row in self._all if not row.way.is_lean)
-        of_stages = [list(rows) for _, rows in groupby(plain, key=attrgetter("stage"))]
-        return tuple(next((row for row in rows if row.fits), rows[-1]) for rows in of_stages)
+        """Rows with activations kept, or computed again where that is needed."""
+        plain = (row for row in (*self._all, *self._planned) if not row.way.is_lean)
+        alike = [list(rows) for _, rows in groupby(plain, key=_stage_and_tier)]
+        return tuple(next((row for row in rows if row.fits), rows[-1]) for rows in alike)
 
     @cached_property
     def _all(self) -> list[Row]:
-        return [self.question.row(way) for way in self._ways()]
+        rows = [self.question.row(way) for way in self._ways()]
+        if self.options.host_memory is None and any(row.fits for row in rows):
+            return rows
+        return rows + [self.question.row(way) for way in self._offloaded()]
+
+    @cached_property
+    def _planned(self) -> list[Row]:
+        """What no version can do so far, where it was asked for."""
+        if self.options.nvme is None:
+            return []
+        return [
+            self.question.row(replace(way, nvme=True))
+            for way in self._offloaded()
+            if way.offload == ALL_HOST
+        ]
+
+    def _offloaded(self) -> Iterator[Way]:
+        """The ways that keep states in host memory."""
+        # Split masters keep half of each in the parameters, on the device.
+        ways = [way for way in self._ways() if not way.is_lean]
+        for offload in (HOST, ALL_HOST):
+            for way in ways:
+                if offload == HOST or TABLE[way.stage].releases:
+                    yield replace(way, offload=offload)
 
     def _ways(self) -> Iterator[Way]:
-        """Every way to train that is weighed, for each stage the one that takes most first."""
+        """Every way to train on devices alone, for each stage the one that takes most first."""
         options = self.options
         stages = STAGES if options.stage is None else (options.stage,)
         recompute = {"auto": (False, True), "on": (True,), "off": (False,)}
@@ -130,6 +160,9 @@ class Plan:
             "options": {**asdict(self.options), "precision": asdict(self.options.policy)},
             "sequence": batch.sequence,
             "capacity": self.options.capacity,
+            "capacity_per_node": {
+                tier: self.options.capacity_of(tier) for tier in ("host", "nvme")
+            },
             "rows": [_row_as_dict(row) for row in self.rows],
             "recommended": None
             if found is None
@@ -154,15 +187,27 @@ class Plan:
         return as_html(self)
 
 
+def _stage_and_tier(row: Row) -> tuple[object, ...]:
+    return row.stage, row.way.tier, row.way.offload
+
+
 def _row_as_dict(row: Row) -> dict[str, Any]:
     way = row.way
+    outside = None
+    if row.outside is not None:
+        outside = {**asdict(row.outside), "fits": row.outside.fits}
     return {
         "stage": row.stage,
         "recompute": way.recompute,
         "precision": asdict(way.policy),
+        "offload": None if way.offload is None or way.nvme else asdict(way.offload),
+        "tier": way.tier,
+        "is_in_this_version": not way.nvme,
         "memory": {**row.memory.by_kind(), "total": row.memory.total},
         "at_peak": dict(row.memory.at_peak),
+        "outside": outside,
         "fits": row.fits,
+        "fits_device": row.fits_device,
         "paper_state_bytes": row.paper,
         "sent": asdict(row.sent),
         "messages": float(row.messages),

@@ -1,7 +1,8 @@
 """The fastest way that fits: which one, why, and how it is written.
 
-Fastest means, in this order: the fewest elements sent; no activation computed twice; masters in
-one piece; the optimizer's step shared out over the ranks; no gathers; the least memory.
+Fastest means, in this order: states on the device; the fewest elements sent; no activation computed
+twice; masters in one piece; parameters on the device; the optimizer's step shared out over the
+ranks; no gathers; the least memory.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from fractions import Fraction
 
 from onecopy.config import Config, Precision
 from onecopy.core.stages import STAGES
-from onecopy.planner import estimate
 from onecopy.planner.memory import KINDS
 from onecopy.planner.options import OPTIMIZERS
-from onecopy.planner.papers import Placement, offload_gpu_bytes
-from onecopy.planner.rows import Question, Row
+from onecopy.planner.rows import ALL_HOST, Question, Row
 from onecopy.planner.sources import Origin
 from onecopy.report.amounts import amount, unit_for
 
@@ -49,7 +48,7 @@ def recommend(question: Question, rows: Iterable[Row], origin: Origin) -> Recomm
     if not fitting:
         return None
     row = fitting[0]
-    config = Config(stage=row.stage, precision=row.way.policy)
+    config = Config(stage=row.stage, precision=row.way.policy, offload=row.way.offload)
     return Recommendation(
         row=row,
         config=config,
@@ -60,8 +59,19 @@ def recommend(question: Question, rows: Iterable[Row], origin: Origin) -> Recomm
 
 
 def _order(row: Row, devices: int) -> tuple[object, ...]:
-    again, is_lean, total = row.way.recompute, row.way.is_lean, row.memory.total
-    return preference(row.stage, devices, row.messages, total, again=again, is_lean=is_lean)
+    way = row.way
+    order = preference(
+        row.stage,
+        devices,
+        row.messages,
+        row.memory.total,
+        again=way.recompute,
+        is_lean=way.is_lean,
+    )
+    # What travels between device and host in each step costs more than messages do.
+    messages, *rest = order
+    moved = 0 if row.outside is None else row.outside.moved
+    return (way.offload is not None, messages, way.offload == ALL_HOST, *rest, moved)
 
 
 def preference(
@@ -91,7 +101,10 @@ def preference(
 
 def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[str]:
     options, way = question.options, row.way
-    yield _reason_for_stage(row, considered, options.devices)
+    if row.outside is not None:
+        yield from _reasons_for_offload(row, considered)
+    alike = [one for one in considered if one.way.tier == way.tier]
+    yield _reason_for_stage(row, alike, options.devices)
     if way.recompute:
         if options.checkpoint_activations == "on":
             yield "activation checkpointing: as you asked"
@@ -117,6 +130,27 @@ def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[st
     if "fused" in OPTIMIZERS[options.optimizer][1]:
         yield "fused=True: the optimizer's step makes no temporary tensors"
     yield "init_sharded: no process builds the whole model, values are made unit by unit"
+
+
+def _reasons_for_offload(row: Row, considered: list[Row]) -> Iterable[str]:
+    """Why states leave the device, and what that takes elsewhere."""
+    outside = row.outside
+    assert outside is not None, "an offloaded row"
+    on_device = [one for one in considered if one.way.offload is None]
+    least = min(on_device, key=lambda one: one.memory.total)
+    what = "masters, gradients and optimizer states"
+    if row.way.offload == ALL_HOST:
+        what = "parameters, gradients and optimizer states"
+    unit, moved = unit_for(outside.node), unit_for(outside.moved)
+    yield (
+        f"offload: with all on the devices stage {least.stage} needs least, {_needs(least)}; with "
+        f"{what} in host memory a device needs {_needs(row)}, and a rank moves "
+        f"{amount(outside.moved, moved)} {moved} to and fro a step (docs/offload.md)"
+    )
+    known = "which is not checked: say --host-memory"
+    if outside.capacity is not None:
+        known = f"of {amount(outside.capacity, unit)} {unit}"
+    yield f"each node needs {amount(outside.node, unit)} {unit} of host memory for that, {known}"
 
 
 def _reason_for_stage(row: Row, considered: list[Row], devices: int) -> str:
@@ -147,7 +181,8 @@ def _needs(row: Row) -> str:
 def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
     """Where nothing fits: what would change that, the nearest first."""
     options = question.options
-    least = min(rows, key=lambda row: row.memory.total)
+    offloaded = [row for row in rows if row.way.offload is not None]
+    least = min((row for row in rows if row.way.offload is None), key=lambda row: row.memory.total)
     found = [f"stage {least.stage} comes nearest, with {_needs(least)}"]
     parts = least.memory.at_peak
     largest = max(parts, key=lambda kind: parts[kind])
@@ -169,35 +204,27 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
     found.append(
         "step_in_backward=True keeps no gradients (docs/memory-lean.md says what it asks of a loop)"
     )
-    with_offload = _with_offload(question, rows)
-    if with_offload:
-        found.append(with_offload)
+    found += _with_offload(offloaded)
     return tuple(found)
 
 
-def _with_offload(question: Question, rows: list[Row]) -> str | None:
-    """What moving states to the host would leave on a device, if that fits; by the paper."""
-    options = question.options
-    # Parameters stay whole on each device, the rest is cut over the ranks' hosts.
-    cut = [row for row in rows if STAGES[row.stage].cut_gradients and row.paper is not None]
-    whole = [row for row in cut if not STAGES[row.stage].releases]
-    if not whole:
-        return None
-    numel, row = question.shape.num_parameters, min(whole, key=lambda one: one.memory.total)
-    on_device = offload_gpu_bytes(Placement(gradients_on_host=True, update_on_host=True))
-    memory = row.memory
-    device = on_device * numel + memory.buffers + (memory.activations or 0)
-    if device > row.capacity:
-        return None
-    nodes = options.cluster.devices // options.cluster.devices_per_node
-    states = 4 + 4 * options.optimizer_states
-    host = estimate.paper_state_bytes(0, numel, 1, states) - on_device * numel
-    unit = unit_for(device)
-    return (
-        f'shard(..., stage=2, offload="cpu") leaves {amount(device, unit)} {unit} on a device, by '
-        f"table 1 of ZeRO-Offload, and takes {amount(host / nodes, unit)} {unit} of each node's "
-        "host memory (docs/offload.md)"
-    )
+def _with_offload(rows: list[Row]) -> Iterable[str]:
+    """What states in host memory leave on a device, and why that does not do either."""
+    if not rows:
+        return
+    on_device = [row for row in rows if row.fits_device]
+    if not on_device:
+        least = min(rows, key=lambda row: row.memory.total)
+        yield f"with states in host memory stage {least.stage} still needs {_needs(least)}"
+        return
+    row = min(on_device, key=lambda row: row.outside.node if row.outside else 0)
+    if row.outside is not None and row.outside.capacity is not None:
+        unit = unit_for(row.outside.node)
+        yield (
+            f"with states in host memory stage {row.stage} fits on the devices, with "
+            f"{_needs(row)}, but takes {amount(row.outside.node, unit)} of "
+            f"{amount(row.outside.capacity, unit)} {unit} of each node's host memory"
+        )
 
 
 def _enough_devices(question: Question, row: Row) -> int | None:
@@ -209,12 +236,14 @@ def _enough_devices(question: Question, row: Row) -> int | None:
         per_node = options.cluster.devices_per_node
         more = replace(options, devices=devices, devices_per_node=per_node)
         other = Question(question.shape, more)
-        if other.memory(row.way, question.shape).total <= options.capacity:
+        if other.fits_all(row.way, other.memory(row.way, question.shape)):
             return devices
     return None
 
 
 # How --------------------------------------------------------------------------------------------
+
+LINE = 100  # columns of code
 
 DEVICE = """\
 if torch.accelerator.is_available():
@@ -250,8 +279,7 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
             f"    model = {origin.build}",
             *wrapping,
             f"optimizer = torch.optim.{optimizer}",
-            f"onecopy.shard(model, optimizer, stage={config.stage}, "
-            f"precision={_written(config.precision_policy)})",
+            *_call(config),
             "",
         ]
     )
@@ -282,6 +310,21 @@ def _checkpointing(
             "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
         ]
     return lines, ("from torch.utils.checkpoint import checkpoint",)
+
+
+def _call(config: Config) -> list[str]:
+    """The call of shard, in as many lines as it needs."""
+    settings = [f"stage={config.stage}", f"precision={_written(config.precision_policy)}"]
+    if config.offload == ALL_HOST:
+        parts = ", ".join(f'{name}="host"' for name in ("optimizer", "gradients", "parameters"))
+        settings.append(f"offload=onecopy.Offload({parts})")
+    elif config.offload is not None:
+        settings.append('offload="cpu"')
+    arguments = ["model", "optimizer", *settings]
+    call = f"onecopy.shard({', '.join(arguments)})"
+    if len(call) <= LINE:
+        return [call]
+    return ["onecopy.shard(", *(f"    {argument}," for argument in arguments), ")"]
 
 
 def _written(policy: Precision) -> str:

@@ -12,9 +12,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from onecopy.planner.figures import footnotes, heading, label, lines, unit_of
+from onecopy.planner.figures import footnotes, heading, label, name_of, parts, unit_of
 
 if TYPE_CHECKING:
+    from onecopy.planner.figures import Part
     from onecopy.planner.plan import Plan
     from onecopy.planner.recommend import Recommendation
 
@@ -25,7 +26,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     """Print all of a plan."""
     console.print(Text(heading(plan), style="bold"), soft_wrap=True)
     console.print()
-    console.print(_table(plan))
+    for part in parts(plan):
+        if part.title:
+            console.print()
+            console.print(Text(part.title, style="bold"), soft_wrap=True)
+            console.print()
+        console.print(_table(plan, part))
     for line in footnotes(plan):
         console.print(Text(line, style="dim"), soft_wrap=True)
     console.print()
@@ -44,20 +50,20 @@ def as_text(plan: Plan) -> str:
     return console.file.getvalue().rstrip()
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: Plan, part: Part) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column(f"{unit_of(plan)} per rank", no_wrap=True)
     chosen = None if plan.recommended is None else plan.recommended.row
-    for row in plan.rows:
+    for row in part.rows:
         style = "green" if row == chosen else "" if row.fits else "dim"
         table.add_column(label(row), justify="right", no_wrap=True, style=style)
-    for line in lines(plan):
+    for line in part.lines:
         table.add_row(line.name, *line.cells, style="bold" if line.is_sum else "")
     return table
 
 
 def _print_recommended(console: Console, found: Recommendation) -> None:
-    console.print(Text(f"Recommended: {label(found.row).rstrip('*+')}", style="bold"))
+    console.print(Text(f"Recommended: {name_of(found.row)}", style="bold"))
     _print_list(console, found.reasons)
     console.print()
     _print_code(console, found.code, "python")

@@ -22,6 +22,7 @@ MEMORY_NAMES = {
     "buffers": "gradients on their way",
 }
 MEMORY_COLOURS = {kind: number for number, kind in enumerate(MEMORY_NAMES)}
+HOST_NAMES = {"host": "model states in host memory"}
 PROCESS_NAMES = {"process": "whole process", "peak": "whole process, at its peak"}
 TIME_NAMES = {
     "compute": "compute",
@@ -162,7 +163,8 @@ def _memory_table(run: Summary, runs: Sequence[Summary]) -> str:
     unit = unit_for(max(most, default=0))
     rows = [_memory_row(run, kind, name, unit) for kind, name in MEMORY_NAMES.items()]
     rows.append(_memory_sum(run, unit))
-    rows += [_memory_row(run, kind, name, unit) for kind, name in PROCESS_NAMES.items()]
+    more = {**HOST_NAMES, **PROCESS_NAMES}
+    rows += [_memory_row(run, kind, name, unit) for kind, name in more.items()]
     head = [f"{unit} per rank", "estimated", *_least_and_most(run), "ratio"]
     return html.table(
         head,

@@ -98,7 +98,8 @@ class Estimate:
 
     memory: bytes on a rank at the peak of a step by kind: parameters, gradients, optimizer (model
         states after a backward, of the rank that holds most), gathered (whole units while they are
-        used), buffers (gradients on their way); activations are not estimated.
+        used), buffers (gradients on their way); host (the part of the model states that lies in
+        host memory, if any does); activations are not estimated.
     sent: bytes that the first rank sends in a step of one forward and one backward, by kind:
         gather, reduce, refresh. What a step in particular should have sent is in
         `StepRecord.expected`.

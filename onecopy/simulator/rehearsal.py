@@ -55,7 +55,10 @@ def rehearse(plan: Plan, model: Any, batch: str | None = None) -> Rehearsal:
     Raises:
         ConfigError: the model cannot be built or fed without values.
     """
-    row = plan.rows[-1] if plan.recommended is None else plan.recommended.row
+    found = plan.recommended
+    # One memory is followed: what goes to another one is not rehearsed.
+    on_device = [one for one in plan.rows if one.way.tier == "device"]
+    row = found.row if found is not None and found.row in on_device else on_device[-1]
     built: list[nn.Module] = []
 
     def build() -> nn.Module:
