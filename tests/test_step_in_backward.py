@@ -656,12 +656,13 @@ def fail_half_way(stage: int, failing_rank: int) -> tuple[list[Tensor], list[boo
 class Fragile(torch.optim.SGD):
     """Raises at one of the units that it is run on."""
 
+    # Of the class: attributes of the optimizer itself count steps, not units.
     fails_at = -1
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """One step, or an error before it."""
-        self.fails_at -= 1
+        type(self).fails_at -= 1
         if self.fails_at == 0:
             raise ValueError("on purpose")
         return super().step(closure)
@@ -674,7 +675,7 @@ def fail_in_the_optimizer(stage: int, unit: int) -> tuple[list[Tensor], int]:
     optimizer = Fragile(model.parameters(), lr=0.1)
     onecopy.shard(model, optimizer, stage=stage, precision=LEAN, **IN_BACKWARD)
     before = full_values(model)
-    optimizer.fails_at = unit
+    Fragile.fails_at = unit
     with pytest.raises(ValueError, match="on purpose"):
         _backward(model)
     after = full_values(model)
