@@ -28,7 +28,9 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED))
+# Said here, not drawn by pytest: all workers must choose the same tests.
+RUN_SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --seed $(RUN_SEED)
 
 .PHONY: train test test-all check clean
 .DELETE_ON_ERROR:

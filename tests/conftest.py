@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
@@ -128,6 +129,15 @@ def _turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextIO | None]:
 def alone(_turn: TextIO | None) -> Callable[[], None]:
     """Call it to wait until the other workers' tests are over, and to keep the next ones back."""
     return lambda: None if _turn is None else fcntl.flock(_turn, fcntl.LOCK_EX)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A world of one rank that a test has made in this process by `shard` ends with it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -463,12 +464,16 @@ def within_accumulation(root: Path, stage: int, settings: dict[str, Any]) -> Non
             for micro in range(3):
                 batch = models.batch("gpt", step, dist.get_rank(), micro)
                 if micro < 2:
-                    with onecopy.no_sync(run.model):
+                    # It says that these gradients are not saved.
+                    with warnings.catch_warnings(), onecopy.no_sync(run.model):
+                        warnings.filterwarnings("ignore", "onecopy.save in the midst of")
                         run.backward(batch)
                         if is_saved:
                             onecopy.save(root, run.model, run.passed)
-                    if is_saved:
-                        onecopy.save(root, run.model, run.passed)
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "onecopy.save in the midst of")
+                        if is_saved:
+                            onecopy.save(root, run.model, run.passed)
                 else:
                     run.backward(batch)
             run.passed.step()

@@ -121,12 +121,9 @@ def test_a_script_that_launches_when_imported_is_told_so(tmp_path: Path) -> None
     )
     words = "ConfigError: launch() was called while a rank process imports the script. Put the call"
     assert words in done.stderr
-    *_, failure, _, others = done.stderr.rstrip().splitlines()
-    ended = re.search(
-        r"LaunchError: rank (\d) of 2 failed: the process ended with exit code 1", failure
-    )
-    assert ended, failure
-    assert others == f"(the same with rank {1 - int(ended[1])})"
+    ended = r"LaunchError: rank \d of 2 failed: the process ended with exit code 1"
+    # The other one may have been ended before it came as far.
+    assert re.search(ended, done.stderr), done.stderr
 
 
 def test_what_signals_mean() -> None:
