@@ -484,6 +484,13 @@ def test_sizes(text: str, number: int) -> None:
     assert parse_parameters(text) == number
 
 
+def test_split_masters_that_were_asked_for_have_all_their_rows() -> None:
+    policy = onecopy.Precision(compute="bf16", master="bf16+16")
+    rows = onecopy.plan("1B", devices=4, precision=policy, host_memory="1TB").rows
+    # They keep half of each master on the device, so none of it is offloaded.
+    assert [(row.stage, row.way.tier) for row in rows] == [(n, "device") for n in (0, 1, 2, 3)]
+
+
 def test_policies_from_code() -> None:
     policy = onecopy.Precision(compute="bf16", gradient="bf16")
     plan = onecopy.plan("1B", devices=4, precision=policy)

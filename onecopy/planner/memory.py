@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from onecopy.config import Offload
-from onecopy.core.layout import ALIGNMENT_BYTES, Layout
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
 from onecopy.planner.activations import Activations
 from onecopy.planner.estimate import ElementWidths
-from onecopy.planner.shapes import ModelShape, UnitShape
+from onecopy.planner.shapes import ModelShape
+from onecopy.planner.sized import SizedUnit, added, sized
 from onecopy.report.states import StateBytes
 
 __all__ = [
@@ -111,7 +109,7 @@ class Memory:
         mine, more = self.by_kind(), other.by_kind()
         both = {kind: (mine[kind] or 0) + (more[kind] or 0) for kind in KINDS}
         at_peak = {kind: self.at_peak[kind] + other.at_peak[kind] for kind in KINDS}
-        return Memory(**both, at_peak=at_peak, host=_added([(1, self.host), (1, other.host)]))
+        return Memory(**both, at_peak=at_peak, host=added([(1, self.host), (1, other.host)]))
 
     def by_kind(self) -> dict[str, int | None]:
         """The parts by name, in the order of the table."""
@@ -130,152 +128,6 @@ class Sent:
         return self.inside + self.across
 
 
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """A kind of unit, laid out for a number of ranks."""
-
-    unit: UnitShape
-    layout: Layout
-    widths: ElementWidths
-
-    @property
-    def values(self) -> int:
-        """Bytes of the whole unit's parameters in the compute dtype."""
-        return self.layout.padded_numel * self.widths.compute
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of the whole unit's gradients, as they are sent."""
-        return self.layout.gradient_numel * self.widths.wire if self.unit.trainable else 0
-
-    @property
-    def mean(self) -> int:
-        """Bytes of the owned part of the unit's mean gradient, as it is summed."""
-        return max(self.layout.strides) * max(4, self.widths.master) if self.unit.trainable else 0
-
-    @property
-    def gradient_of_autograd(self) -> int:
-        """Bytes of the largest gradient as autograd hands it over.
-
-        Weights that embedding and head share lie at the root: autograd adds up two gradients.
-        """
-        if not self.unit.trainable:
-            return 0
-        return max(self.unit.numels) * self.widths.compute * (2 if self.unit.surrounds else 1)
-
-    @property
-    def lasts(self) -> bool:
-        """Its gradients are reduced when a backward ends, those of others on the way."""
-        return self.unit.surrounds or self.unit.stays
-
-    @property
-    def state_widths(self) -> ElementWidths:
-        """A frozen parameter is its own master and has neither gradient nor states."""
-        if self.unit.trainable:
-            return self.widths
-        compute = self.widths.compute
-        return ElementWidths(compute=compute, master=compute, gradient=0, optimizer=0, reduce=0)
-
-    def stage(self, of_model: int) -> int:
-        """The stage of this unit: parameters that stay are not cut."""
-        if not self.unit.stays:
-            return of_model
-        own = STAGES[of_model].with_whole_parameters
-        return next(number for number, cut in STAGES.items() if cut == own)
-
-    @property
-    def offload(self) -> Offload | None:
-        """What is frozen has nothing to step: it may only be offloaded as a parameter."""
-        offload = self.unit.offload
-        if offload is None or offload.optimizer == "device":
-            return None
-        return offload if self.unit.trainable or offload.parameters == "host" else None
-
-    def owned(self, stage: int, rank: int, devices: int) -> tuple[StateBytes, StateBytes]:
-        """What a rank owns of a unit with whole parameters more than the mean over ranks.
-
-        On the device, and in host memory.
-        """
-        mean = -(-self.layout.padded_numel // devices)
-        more = self.layout.slice_numels[rank] - mean
-        all_ = estimate.owned_bytes(self.stage(stage), more, self.state_widths, self.offload)
-        host = estimate.host_bytes(more, self.state_widths, self.offload)
-        return _less(all_, host), host
-
-    def gradients_kept(self, stage: int) -> int:
-        """Bytes of local gradients that stay between steps."""
-        keeps = STAGES[self.stage(stage)].keeps_gradient_buffer
-        return self.layout.gradient_numel * self.state_widths.wire if keeps else 0
-
-    def mean_kept(self, stage: int, devices: int) -> int:
-        """Bytes of the mean gradient that a device has of it after a backward."""
-        on_device, _ = self.states(stage, devices)
-        return on_device.gradients - self.gradients_kept(stage)
-
-    def states(self, stage: int, devices: int) -> tuple[StateBytes, StateBytes]:
-        """Of one such unit, on the device and in host memory."""
-        widths, stage, offload = self.state_widths, self.stage(stage), self.offload
-        owners = devices if STAGES[stage].shards_anything else 1
-        # Gradient buffers are longer, by the flags that ride along.
-        flat, wide = self.layout.padded_numel, self.layout.gradient_numel
-        all_, with_flags = (
-            estimate.state_bytes(stage, numel, devices, widths, offload) for numel in (flat, wide)
-        )
-        host, host_with_flags = (
-            estimate.host_bytes(-(-numel // owners), widths, offload) for numel in (flat, wide)
-        )
-        on_host = StateBytes(
-            parameters=host.parameters,
-            gradients=host_with_flags.gradients,
-            optimizer=host.optimizer,
-        )
-        return _less(replace(all_, gradients=with_flags.gradients), on_host), on_host
-
-
-def _less(states: StateBytes, host: StateBytes) -> StateBytes:
-    """What lies on the device of these states, of which those of `host` do not."""
-    return StateBytes(
-        parameters=states.parameters - host.parameters,
-        gradients=states.gradients - host.gradients,
-        optimizer=states.optimizer - host.optimizer,
-    )
-
-
-def _added(parts: Iterable[tuple[int, StateBytes]]) -> StateBytes:
-    """The sum of states, each so many times."""
-    parts = list(parts)
-    return StateBytes(
-        parameters=sum(count * one.parameters for count, one in parts),
-        gradients=sum(count * one.gradients for count, one in parts),
-        optimizer=sum(count * one.optimizer for count, one in parts),
-    )
-
-
-def _sized(model: ModelShape, stage: int, devices: int, widths: ElementWidths) -> Iterator[_Sized]:
-    is_cut = STAGES[stage].shards_anything
-    for unit in model.units:
-        if not unit.count or not sum(unit.numels):
-            continue
-        own = unit.widths or widths
-        groups = (devices, 1) if is_cut else (1, devices)
-        alignment = ALIGNMENT_BYTES // min(own.compute, own.master)
-        yield _Sized(unit, _layout(unit.numels, unit.owners, *groups, alignment), own)
-
-
-@lru_cache(maxsize=1024)
-def _layout(
-    numels: tuple[int, ...],
-    owners: tuple[int, ...] | None,
-    shard: int,
-    replica: int,
-    alignment: int,
-) -> Layout:
-    """As the runtime would lay it out; a plan asks for the same ones again and again."""
-    return Layout(
-        numels, num_slices=shard, num_replicas=replica, alignment=alignment, owners=owners
-    )
-
-
 def memory_of(
     model: ModelShape,
     stage: int,
@@ -289,10 +141,10 @@ def memory_of(
         widths: of units that do not say their own.
     """
     devices = cluster.devices
-    units = list(_sized(model, stage, devices, widths))
+    units = list(sized(model, stage, devices, widths))
     states = [(one.unit.count, *one.states(stage, devices)) for one in units]
     states += _uneven(units, stage, devices)
-    on_device = _added((count, one) for count, one, _ in states)
+    on_device = added((count, one) for count, one, _ in states)
     most = {
         "parameters": on_device.parameters,
         "gradients": on_device.gradients,
@@ -307,11 +159,13 @@ def memory_of(
         **most,
         activations=None if activations is None else activations.most,
         at_peak=max(moments, key=lambda moment: sum(moment.values())),
-        host=_added((count, one) for count, _, one in states),
+        host=added((count, one) for count, _, one in states),
     )
 
 
-def _moments(units: list[_Sized], stage: int, devices: int, step: Step) -> Iterator[dict[str, int]]:
+def _moments(
+    units: list[SizedUnit], stage: int, devices: int, step: Step
+) -> Iterator[dict[str, int]]:
     """What differs from the most at the moments of a backward of which one is the peak.
 
     At the loss, activations are at their most, and no gradient has come: those of the step before
@@ -340,7 +194,7 @@ def _moments(units: list[_Sized], stage: int, devices: int, step: Step) -> Itera
 
 
 def _uneven(
-    units: list[_Sized], stage: int, devices: int
+    units: list[SizedUnit], stage: int, devices: int
 ) -> list[tuple[int, StateBytes, StateBytes]]:
     """What the fullest rank has more than the mean, where parameters are not cut."""
     whole = [one for one in units if one.layout.is_whole]
@@ -355,7 +209,7 @@ def _uneven(
     )
 
 
-def _gathered(units: list[_Sized], prefetch_bytes: int | None) -> int:
+def _gathered(units: list[SizedUnit], prefetch_bytes: int | None) -> int:
     """Units around others, and the two largest neighbours: one in use, one on its way.
 
     Units of one module are in use together.
@@ -373,7 +227,7 @@ def _gathered(units: list[_Sized], prefetch_bytes: int | None) -> int:
     return around + max([alone, *(sum(used) + max(coming) for used, coming in pairs)])
 
 
-def _used_together(units: list[_Sized]) -> Iterator[list[int]]:
+def _used_together(units: list[SizedUnit]) -> Iterator[list[int]]:
     """Bytes of the units of each module; of alike ones those of two, who may follow each other."""
     group: list[int] = []
     for one in units:
@@ -395,7 +249,7 @@ def _neighbours(sizes: list[tuple[int, int]], num_units: int) -> int:
     return max(sum(in_order[start : start + num_units]) for start in starts)
 
 
-def _buffers(units: list[_Sized], stage: int, devices: int, backwards: int) -> int:
+def _buffers(units: list[SizedUnit], stage: int, devices: int, backwards: int) -> int:
     """Local gradients of the units in backward, what comes in of others, autograd's own.
 
     Where local gradients are kept anyway they count as gradients, not here. From the second
@@ -439,7 +293,7 @@ def sent_by(
     from rank to rank, which sends as much in all and less of it across nodes.
     """
     devices, total = cluster.devices, 0
-    for one in _sized(model, stage, devices, widths):
+    for one in sized(model, stage, devices, widths):
         messages = estimate.traffic(stage, backwards)
         refreshes = messages.refresh if one.unit.trainable else 0
         flat = (messages.gather + refreshes) * one.layout.padded_numel * one.widths.compute
@@ -456,7 +310,7 @@ def moved_by(
 ) -> int:
     """Bytes that a rank moves between its device and host memory per step, at most."""
     total = 0
-    for one in _sized(model, stage, cluster.devices, widths):
+    for one in sized(model, stage, cluster.devices, widths):
         owners = cluster.devices if STAGES[stage].shards_anything else 1
         own = one.stage(stage)
         moved = estimate.bytes_moved(own, one.state_widths, one.offload, backwards)

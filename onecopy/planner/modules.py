@@ -6,7 +6,7 @@ this one and choose.py need torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from onecopy.core.precision import Dtypes
-    from onecopy.core.unit import UnitSpec
+    from onecopy.core.unit import Unit, UnitSpec
     from onecopy.planner.options import PlanOptions
 
-__all__ = ["shapes_of", "units_of", "widths_of_dtypes"]
+__all__ = ["shape_of", "shapes_of", "units_of", "widths_of_dtypes"]
 
 
 def units_of(model: nn.Module, options: PlanOptions) -> tuple[UnitShape, ...]:
@@ -66,15 +66,24 @@ def shapes_of(
 
 
 def _shape(spec: UnitSpec, modules: set[int], widths: ElementWidths | None) -> UnitShape:
-    inner = {id(module) for module in spec.module.modules()} - {id(spec.module)}
-    return UnitShape(
-        name=spec.name,
-        numels=tuple(parameter.numel() for _, parameter in spec.parameters),
+    return replace(
+        shape_of(spec, [parameter for _, parameter in spec.parameters], modules),
         trainable=spec.trainable,
-        surrounds=bool(inner & modules),
         stays=spec.stays,
         owners=spec.owners,
         widths=widths,
+    )
+
+
+def shape_of(
+    unit: Unit | UnitSpec, parameters: Iterable[nn.Parameter], modules: set[int]
+) -> UnitShape:
+    """The sizes of a unit and its place among others; `modules` are the ids of all units' own."""
+    inner = {id(module) for module in unit.module.modules()} - {id(unit.module)}
+    return UnitShape(
+        name=unit.name,
+        numels=tuple(parameter.numel() for parameter in parameters),
+        surrounds=bool(inner & modules),
     )
 
 

@@ -103,7 +103,8 @@ class Plan:
     @cached_property
     def _of_stages(self) -> tuple[Row, ...]:
         """Rows with activations kept, or computed again where that is needed."""
-        plain = (row for row in (*self._all, *self._planned) if not row.way.is_lean)
+        rows = (*self._all, *self._planned)
+        plain = (row for row in rows if row.way.policy == self.options.policy)
         alike = [list(rows) for _, rows in groupby(plain, key=_stage_and_tier)]
         return tuple(next((row for row in rows if row.fits), rows[-1]) for rows in alike)
 

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
 from onecopy.planner.memory import Cluster, memory_of
-from onecopy.planner.modules import widths_of_dtypes
-from onecopy.planner.options import OPTIMIZERS
+from onecopy.planner.modules import shape_of, widths_of_dtypes
 from onecopy.planner.shapes import ModelShape, UnitShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    import torch
-
-    from onecopy.config import Offload
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
-__all__ = ["ModelTraffic", "UnitTraffic", "memory_at_peak", "model_traffic", "states_of"]
+__all__ = ["ModelTraffic", "UnitTraffic", "memory_at_peak", "model_traffic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +81,14 @@ def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) ->
     )
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many tensors of a parameter's size an optimizer keeps; None where it is not known."""
-    name = type(optimizer).__name__.lower()
-    if name == "sgd" and any(group["momentum"] for group in optimizer.param_groups):
-        name = "momentum"
-    return OPTIMIZERS[name][0] if name in OPTIMIZERS else None
-
-
 def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[str, int]:
     """Bytes on a rank at the peak of a step of one backward, by kind, without activations.
 
     "host": how many of the model states lie in host memory, if any do.
 
     Args:
-        states: `states_of` the optimizer of each unit that has one. Where it is not known for some
-            unit, the kind "optimizer" is missing.
+        states: tensors of a parameter's size that the optimizer of each unit keeps, if it has one.
+            Where it is not known for some unit, the kind "optimizer" is missing.
     """
     size = engine.collectives.groups.world.size
     cluster = Cluster(devices=size, devices_per_node=size)
@@ -114,9 +102,15 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
         # Units that stay at stage 3 are what all units are at a lower stage.
         cut = engine.stage if unit.releases else engine.stage.with_whole_parameters
         number = numbers[cut]
-        joins = number in last and last[number].module is unit.module
-        shape = _shape(unit, modules, states.get(unit) or 0, offload)
-        by_stage.setdefault(number, []).append(replace(shape, joins=joins))
+        shape = replace(
+            shape_of(unit, unit.parameters, modules),
+            trainable=unit.gradients is not None,
+            owners=unit.layout.owners,
+            widths=widths_of_dtypes(unit.dtypes, states.get(unit) or 0),
+            offload=offload if unit.slice.lane is not None else None,
+            joins=number in last and last[number].module is unit.module,
+        )
+        by_stage.setdefault(number, []).append(shape)
         last[number] = unit
     total: Counter[str] = Counter()
     for number, shapes in by_stage.items():
@@ -134,17 +128,3 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
         for kind in ("optimizer", "host"):
             total.pop(kind, None)
     return dict(total)
-
-
-def _shape(
-    unit: Unit, modules: set[int], optimizer_states: int, offload: Offload | None
-) -> UnitShape:
-    inner = {id(module) for module in unit.module.modules()} - {id(unit.module)}
-    return UnitShape(
-        name=unit.name,
-        numels=tuple(parameter.numel() for parameter in unit.parameters),
-        trainable=unit.gradients is not None,
-        surrounds=bool(inner & modules),
-        widths=widths_of_dtypes(unit.dtypes, optimizer_states),
-        offload=offload if unit.slice.lane is not None else None,
-    )

@@ -14,7 +14,8 @@ import torch
 import onecopy
 from onecopy import handle
 from onecopy.config import Config
-from onecopy.planner.sharded import memory_at_peak, model_traffic, states_of
+from onecopy.planner.optimizers import num_states
+from onecopy.planner.sharded import memory_at_peak, model_traffic
 from onecopy.recording.environment import chosen_variables
 from onecopy.report.run_folder import FORMAT, Setting
 
@@ -110,8 +111,10 @@ def _differing(policy: Any) -> dict[str, Any]:
 def _estimate(model: nn.Module, engine: Engine) -> dict[str, dict[str, int]]:
     states: dict[Unit, int | None] = {}
     for binding in handle.of(model).bindings:
-        of_optimizer = states_of(binding.optimizer)
-        states.update((unit, of_optimizer) for unit in binding.units)
+        groups = binding.optimizer.param_groups
+        pieces = [piece for group in groups for piece in group["params"]]
+        of_optimizer, is_known = num_states(binding.optimizer, pieces)
+        states.update((unit, of_optimizer if is_known else None) for unit in binding.units)
     traffic = model_traffic(engine, {0: states})
     return {
         "memory": memory_at_peak(engine, states),
