@@ -17,6 +17,7 @@ __all__ = ["COLOURS", "Cells", "escape", "fold", "page", "part", "printable", "s
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a grey; as classes c0 to c6.
 COLOURS = "#0072b2 #e69f00 #009e73 #56b4e9 #d55e00 #cc79a7 #8a8f98".split()
+LIGHTER_BLUE = "#3d9be0"
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
 # Even if a name that a page shows were not escaped, nothing could run or be fetched.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -69,7 +70,10 @@ def part(*content: str) -> str:
 @cache
 def _style() -> str:
     colours = (f".onecopy .c{number}{{--c:{colour}}}" for number, colour in enumerate(COLOURS))
-    return Path(__file__).with_name("page.css").read_text(encoding="utf-8") + "\n".join(colours)
+    page = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    # The darkest of them can hardly be seen on a dark page.
+    in_dark = f"@media(prefers-color-scheme:dark){{.onecopy .c0{{--c:{LIGHTER_BLUE}}}}}"
+    return page + "\n".join([*colours, in_dark])
 
 
 def table(

@@ -22,9 +22,9 @@ KINDS = {
     "gradients": "gradients",
     "gathered": "gathered units",
 }
-# As in the bars of memory; a rank that is blocked is vermilion.
+# As in the bars of memory; a rank that is blocked is purple, which stands for nothing else there.
 COLOURS = {"parameters": 0, "gradients": 1, "optimizer": 2, "gathered": 3}
-WAITING = 4
+WAITING = 5
 MOMENTS = 240
 LANES, MOST_LANES = 24, 200
 COMPUTING = 0
