@@ -14,7 +14,7 @@ from onecopy import handle
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Event", "Events", "Kind", "Sink", "add_sink"]
+__all__ = ["SENT", "Event", "Events", "Kind", "Sink", "add_sink"]
 
 Kind = Literal[
     "pass",
@@ -34,6 +34,8 @@ Kind = Literal[
     "enter",
     "leave",
 ]
+# Those whose bytes travel from rank to rank.
+SENT = ("gather", "reduce", "refresh")
 
 
 class Event(NamedTuple):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from onecopy.events import SENT
 from onecopy.report import charts, html
 from onecopy.report.amounts import amount, unit_for
 from onecopy.report.html import Cells, escape
 from onecopy.report.run_folder import SPLIT
-from onecopy.report.summary import MEMORY, SENT, RankSummary, Summary
+from onecopy.report.summary import MEMORY, RankSummary, Summary
 from onecopy.report.verdict import percent, span
 
-__all__ = ["memory", "ratio", "time", "traffic"]
+__all__ = ["MEMORY_COLOURS", "MEMORY_NAMES", "memory", "ratio", "time", "traffic"]
 
 MEMORY_NAMES = {
     "parameters": "parameters and masters",

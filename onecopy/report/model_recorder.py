@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecopy import handle
 from onecopy.core.unit import UnitState
-from onecopy.events import Event
+from onecopy.events import SENT, Event
 from onecopy.report.memory import MemoryLedger
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "ModelRecorder"]
 
-SENDS = ("gather", "reduce", "refresh")
 # A step with more events than that keeps its first ones.
 MOST_EVENTS = 100_000
 
@@ -64,7 +63,7 @@ class ModelRecorder:
         now, kind = time.perf_counter(), event.kind
         if event.seconds:
             self._meter.note(event, now)
-        if kind in SENDS:
+        if kind in SENT:
             self._sent[kind] += event.num_bytes
             if kind == "gather" and event.unit not in self._gathered:
                 self._gathered.add(event.unit)

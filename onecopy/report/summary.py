@@ -19,7 +19,6 @@ from onecopy.report.run_folder import SPLIT, RankRun, Run, StepRecord
 __all__ = [
     "COUNTS",
     "MEMORY",
-    "SENT",
     "WAITS",
     "RankSummary",
     "Series",
@@ -32,7 +31,6 @@ Record = TypeVar("Record")
 Read = Callable[[StepRecord], float | None]
 # Of a step's seconds: those in which the rank waited for others.
 WAITS = ("gather", "reduce", "refresh", "agree")
-SENT = ("gather", "reduce", "refresh")
 # Metrics of which the sum over ranks per second is of interest.
 COUNTS = ("tokens", "samples")
 STATES = ("parameters", "gradients", "optimizer")

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from onecopy.events import SENT
 from onecopy.report import charts, html
 from onecopy.report.amounts import amount, unit_for
+from onecopy.report.figures import MEMORY_COLOURS, MEMORY_NAMES
 from onecopy.report.html import escape
 from onecopy.report.progress import size
 from onecopy.report.run_folder import EventRecord, RankRun, Run
-from onecopy.report.summary import SENT
 from onecopy.report.verdict import span
 
 __all__ = ["DetailedStep", "detailed_step", "section"]
 
 # From the bottom: what stays first, so that what comes and goes is seen on top of it.
-KINDS = {
-    "parameters": "parameters and masters",
-    "optimizer": "optimizer states",
-    "gradients": "gradients",
-    "gathered": "gathered units",
-}
+KINDS = {kind: MEMORY_NAMES[kind] for kind in ("parameters", "optimizer", "gradients", "gathered")}
 # As in the bars of memory; a rank that is blocked is purple, which stands for nothing else there.
-COLOURS = {"parameters": 0, "gradients": 1, "optimizer": 2, "gathered": 3}
+COLOURS = {kind: MEMORY_COLOURS[kind] for kind in KINDS}
 WAITING = 5
 MOMENTS = 240
 LANES, MOST_LANES = 24, 200

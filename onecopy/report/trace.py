@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any
 
 from onecopy.errors import RunError
+from onecopy.events import SENT
 from onecopy.report.run_folder import EventRecord, RankRun, Run, StepRecord, read_run
 
 __all__ = ["TRACE_FILE", "Span", "spans_of", "trace_events", "write_trace"]
 
 TRACE_FILE = "trace.json"
-TRANSFERS = ("gather", "reduce", "refresh")
 OPTIMIZER = ("step", "skip", "update")
 # In this order on the page; a thread without spans is not there.
-THREADS = ("steps", "compute", "waiting", *TRANSFERS, "optimizer", "I/O", "I/O in the background")
+THREADS = ("steps", "compute", "waiting", *SENT, "optimizer", "I/O", "I/O in the background")
 # Seconds by which what follows may seem to begin too early: times and durations in a run's folder
 # have seven digits.
 ROUNDING = 2e-7
@@ -318,7 +318,7 @@ def _transfers(events: Sequence[EventRecord]) -> Iterator[Span]:
 
     for one in events:
         key = (one.kind, one.unit)
-        if one.kind in TRANSFERS:
+        if one.kind in SENT:
             yield from ended(key, one.time)
             started[key] = one
         elif one.kind == "wait" and (one.what, one.unit) in started:

@@ -11,9 +11,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from onecopy.events import SENT
 from onecopy.planner.sizes import shown
 from onecopy.report import charts, html
 from onecopy.report.amounts import amount, unit_for
+from onecopy.report.figures import MEMORY_NAMES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,15 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["as_html", "print_rehearsal", "to_json"]
 
-KINDS = {
-    "parameters": "parameters and masters",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "rest": "activations and temporaries",
-}
+KINDS = {kind: MEMORY_NAMES[kind] for kind in ("parameters", "gradients", "optimizer")}
+KINDS["rest"] = "activations and temporaries"
 # As in the bars of a plan.
 COLOURS = {"parameters": 0, "gradients": 1, "optimizer": 2, "rest": 5}
-SENT = ("gather", "reduce", "refresh")
 MOMENTS, BAR = 24, 40
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm.values import over_ranks
-from onecopy.events import add_sink
+from onecopy.events import SENT, add_sink
 from onecopy.report import memory
 from onecopy.report.counters import BytesCounter
 from onecopy.report.progress import ProgressLine, Status, plural
@@ -29,7 +29,6 @@ from onecopy.training.options import TrainOptions
 
 # Showing a loss averages it over ranks; a message in every step would slow the training.
 STEPS_PER_STATUS = 5
-KINDS_SENT = ("gather", "reduce", "refresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +204,8 @@ class Observer:
 
     def _count(self, num_steps: int) -> dict[str, float]:
         taken = self._counter.take()
-        sums = self._mean([float(taken.get(kind, 0)) for kind in KINDS_SENT])
-        return {kind: total / num_steps for kind, total in zip(KINDS_SENT, sums, strict=True)}
+        sums = self._mean([float(taken.get(kind, 0)) for kind in SENT])
+        return {kind: total / num_steps for kind, total in zip(SENT, sums, strict=True)}
 
     def _show_status(self, done: int, loss: float) -> None:
         elapsed = time.monotonic() - self._started
