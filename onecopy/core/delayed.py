@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.core.unit_step import once_for_all, plain_step
+from onecopy.core.unit_step import step_alone
 
 if TYPE_CHECKING:
     from onecopy.core.unit import Unit
@@ -152,17 +152,11 @@ def _run(
     worker: torch.optim.Optimizer, groups: list[dict[str, Any]], parts: Iterable[_Part]
 ) -> None:
     """Step unit by unit, so that what a step needs beside its states exists for one at a time."""
-    step = plain_step(worker)
     with torch.no_grad():
         for part in parts:
             for twin, gradient in part.gradients.items():
                 twin.grad = gradient.to(twin.dtype)
-            with once_for_all(worker):
-                worker.param_groups = [
-                    {**group, "params": part.pieces.get(number, [])}
-                    for number, group in enumerate(groups)
-                ]
-                step(worker)
+            step_alone(worker, groups, part.pieces)
             for twin in part.gradients:
                 twin.grad = None
             part.gradients.clear()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from onecopy.core.unit import Unit
 
-__all__ = ["UnitSteps", "once_for_all", "plain_step"]
+__all__ = ["UnitSteps", "step_alone"]
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -60,7 +60,8 @@ class UnitSteps:
             unit.finish_gather()
         unit.slice.join_master()
         with unit.gradients.in_master_dtype():
-            self._run_alone(pieces)
+            optimizer = self._optimizer
+            step_alone(optimizer, optimizer.param_groups, pieces)
         unit.slice.split_master()
         # Travels while the next unit is updated.
         unit.slice.send_up()
@@ -80,18 +81,22 @@ class UnitSteps:
             piece.grad = gradient
         self._hidden.clear()
 
-    def _run_alone(self, pieces: dict[int, list[nn.Parameter]]) -> None:
-        optimizer = self._optimizer
-        with once_for_all(optimizer):
-            optimizer.param_groups = [
-                {**group, "params": pieces.get(number, [])}
-                for number, group in enumerate(optimizer.param_groups)
-            ]
-            plain_step(optimizer)(optimizer)
+
+def step_alone(
+    optimizer: torch.optim.Optimizer,
+    groups: Iterable[dict[str, Any]],
+    pieces: dict[int, list[nn.Parameter]],
+) -> None:
+    """Let an optimizer update these pieces only, by number of their group in `groups`."""
+    with _once_for_all(optimizer):
+        optimizer.param_groups = [
+            {**group, "params": pieces.get(number, [])} for number, group in enumerate(groups)
+        ]
+        _plain_step(optimizer)(optimizer)
 
 
 @contextmanager
-def once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, hooks are silent; afterwards attributes are who they were.
 
     So a counter that the optimizer's own `step` advances is, in each unit, what it would be if all
@@ -108,7 +113,7 @@ def once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         vars(optimizer).update(kept)
 
 
-def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
     """The step of its class, without what torch wraps it into: profiling, and hooks."""
     step = type(optimizer).step
     return getattr(step, "__wrapped__") if getattr(step, "hooked", False) else step  # noqa: B009
