@@ -159,6 +159,9 @@ def stopped() -> list[str]:
     pids: list[int] = onecopy.handle.of(model).engine.share(os.getpid(), "numbers of processes")
     heard = Heard("is stopped (kill", lambda: os.kill(int(pids[1]), signal.SIGCONT))
     _train(model, optimizer)
+    # It has said where it is before it falls silent: its watchdog looks now and then only.
+    while not _store().check([f"onecopy/watchdog/answer/{dist.get_rank()}"]):
+        time.sleep(0.02)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     _train(model, optimizer)
