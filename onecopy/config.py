@@ -25,7 +25,9 @@ MASTERS = ("fp32", "bf16+16", "bf16")
 STAGES = (0, 1, 2, 3)
 AUTO = "auto"
 SAVED_TENSORS = ("auto", "always")
-TIERS = ("device", "host")
+# From the fastest and smallest to the slowest and largest.
+TIERS = ("device", "host", "nvme")
+BUFFER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +94,23 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Which states lie in host memory instead of the device's; each is "device" or "host".
+    """Where states lie: each of the three on the "device", in "host" memory, or on "nvme".
 
-    optimizer: masters and optimizer states; the optimizer runs on the host then.
-    gradients: the means that this rank owns. They lie where the optimizer runs.
+    optimizer: masters and optimizer states; away from the device, the optimizer runs on the host.
+    gradients: the means that this rank owns. They lie where the optimizer's states do, or above: in
+        host memory with optimizer="nvme".
     parameters: what this rank owns of the parameters, at stage 3: each gather brings it up. On the
-        device it is brought up once a step.
+        device it is brought up once a step. They too lie where the optimizer's states do, or above.
     fraction: from 0 to 1, the share of the model whose states these are: its first units. The
         states of the others stay on the device.
     delayed_update: the optimizer runs while the next forward and backward run, so that gradients
         are taken one update earlier. True begins after 40 steps; a number is that of the first
         step whose update is delayed, 1 the very first.
+    path: with "nvme", a folder on the drive, the same on every node; each rank makes a private one
+        below it, which goes when training ends.
+    buffer_bytes: with "nvme", host memory of each rank for what is being read, updated and written.
 
-    Source: ZeRO-Offload (Ren et al. 2021).
+    Sources: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
     """
 
     optimizer: str = "device"
@@ -112,20 +118,14 @@ class Offload:
     parameters: str = "device"
     fraction: float = 1.0
     delayed_update: bool | int = False
+    path: str | Path | None = None
+    buffer_bytes: int = BUFFER_BYTES
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "gradients", "parameters"):
             _check_choice(f"offload.{name}", getattr(self, name), TIERS)
-        if self.gradients != self.optimizer:
-            raise ConfigError(
-                f"offload.gradients={self.gradients!r}, but offload.optimizer={self.optimizer!r}: "
-                "gradients lie where the optimizer runs. Give both the same"
-            )
-        if self.parameters == "host" and self.optimizer != "host":
-            raise ConfigError(
-                'offload.parameters="host", but offload.optimizer="device": what is updated on the '
-                'device has its values there. Say optimizer="host", gradients="host" too'
-            )
+        self._check_tiers()
+        self._check_nvme()
         if isinstance(self.fraction, bool) or not 0 <= self.fraction <= 1:
             raise ConfigError(f"offload.fraction={self.fraction}: give a share, from 0 to 1")
         if not isinstance(self.delayed_update, int) or self.delayed_update < self.is_delayed:
@@ -144,6 +144,59 @@ class Offload:
                 f"offload.delayed_update and offload.fraction={self.fraction}: some units would be "
                 "updated by gradients of another age than others. Leave one of both out"
             )
+
+    def _check_tiers(self) -> None:
+        """Nothing lies below the masters, and gradients are where the optimizer can run."""
+        allowed = {"device": ("device",), "host": ("host",), "nvme": ("host", "nvme")}
+        gradients = allowed[self.optimizer]
+        if self.gradients not in gradients:
+            both = " or ".join(f'"{tier}"' for tier in gradients)
+            raise ConfigError(
+                f"offload.gradients={self.gradients!r}, but offload.optimizer={self.optimizer!r}: "
+                f"gradients lie where the optimizer runs. Say gradients={both}"
+            )
+        if self.parameters not in ("device", *gradients):
+            tier = self.parameters
+            raise ConfigError(
+                f"offload.parameters={tier!r}, but offload.optimizer={self.optimizer!r}: what is "
+                "updated there has its values there, or in faster memory. Say "
+                f'optimizer="{tier}", gradients="{tier}" too'
+            )
+
+    def _check_nvme(self) -> None:
+        if self.path is not None:
+            # One form, so that ranks and files compare and write it.
+            object.__setattr__(self, "path", str(self.path))
+        if self.optimizer == "nvme" and not self.path:
+            raise ConfigError(
+                'offload.optimizer="nvme" needs offload.path: a folder on the drive that is to '
+                "hold the states"
+            )
+        if self.optimizer != "nvme" and self.path is not None:
+            raise ConfigError(
+                f"offload.path={self.path!r} is for states on NVMe, and optimizer="
+                f'{self.optimizer!r}: say optimizer="nvme", gradients="nvme", or leave path out'
+            )
+        size = self.buffer_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"offload.buffer_bytes={size!r}: give a number of bytes, 1 or more")
+
+    @classmethod
+    def from_short_form(cls, text: str) -> Offload:
+        """What "cpu", or "nvme:/path", is short for.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        kind, _, path = text.partition(":")
+        if kind == "nvme":
+            if not path:
+                raise ConfigError(
+                    f'offload={text!r} needs a folder on the drive: "nvme:/path/to/folder"'
+                )
+            return cls(optimizer="nvme", gradients="nvme", parameters="nvme", path=path)
+        _check_choice("offload", text, ("cpu", "nvme:/path"))
+        return cls(optimizer="host", gradients="host")
 
     @property
     def is_delayed(self) -> bool:
@@ -177,8 +230,8 @@ class Config:
         so that no gradient is kept; optimizer.step() then only completes the step. max_grad_norm
         clips by the norm of the step before; with "two-pass" by the step's own: then
         optimizer.step(closure) runs the closure twice. See docs/memory-lean.md.
-    offload: an `Offload`, or "cpu" for optimizer states and gradients in host memory; None keeps
-        all on the device. See docs/offload.md.
+    offload: an `Offload`; "cpu" for optimizer states and gradients in host memory, "nvme:/path" for
+        these and parameters on a drive; None keeps all on the device. See docs/offload.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -241,9 +294,7 @@ class Config:
 
     def _take_offload(self) -> None:
         if isinstance(self.offload, str):
-            _check_choice("offload", self.offload, ("cpu",))
-            offload = Offload(optimizer="host", gradients="host")
-            object.__setattr__(self, "offload", offload)
+            object.__setattr__(self, "offload", Offload.from_short_form(self.offload))
         if isinstance(self.offload, Offload) and self.offload.is_delayed and self.step_in_backward:
             raise ConfigError(
                 "offload.delayed_update and step_in_backward: the one updates after the next "

@@ -335,6 +335,12 @@ def unfreeze_half_way() -> list[bool]:
         ({"parameters": "host"}, ["parameters", 'optimizer="host"']),
         ({"optimizer": "hots", "gradients": "host"}, ["'hots'", "'host'"]),
         ({"fraction": 1.5}, ["fraction=1.5", "from 0 to 1"]),
+        ({"optimizer": "nvme", "gradients": "nvme"}, ["offload.path", "a folder"]),
+        ({"optimizer": "nvme", "path": "/x"}, ['gradients="host" or "nvme"']),
+        ({"optimizer": "host", "gradients": "nvme"}, ["gradients='nvme'", 'gradients="host"']),
+        ({"parameters": "nvme"}, ["parameters='nvme'", 'optimizer="nvme"']),
+        ({"path": "/x"}, ["path='/x'", 'optimizer="nvme"']),
+        ({"buffer_bytes": 0}, ["buffer_bytes=0", "1 or more"]),
     ],
 )
 def test_what_cannot_be_meant(settings: dict[str, Any], words: list[str]) -> None:
@@ -368,5 +374,12 @@ def test_in_toml() -> None:
     config = onecopy.Config(stage=2, offload=HALF, precision="bf16")
     assert onecopy.Config.from_toml(config.to_toml()) == config
     assert "[offload]" in config.to_toml()
+    on_disk = onecopy.Config(offload="nvme:/path")
+    assert onecopy.Config.from_toml(on_disk.to_toml()) == on_disk
+    assert on_disk.offload == Offload(
+        optimizer="nvme", gradients="nvme", parameters="nvme", path="/path"
+    )
+    with pytest.raises(ConfigError, match="nvme:/path/to/folder"):
+        onecopy.Config(offload="nvme")
     with pytest.raises(ConfigError, match=r"offload\.fractoin.*offload\.fraction"):
         onecopy.Config.from_toml("stage = 2\n[offload]\nfractoin = 0.5\n")

@@ -132,10 +132,13 @@ def place_units(
     offload = config.offload
     if not isinstance(offload, Offload) or offload.optimizer == "device":
         return list(specs)
-    if offload.parameters == "host" and not releases:
+    if offload.optimizer == "nvme":
+        raise ConfigError('offload to "nvme" is being built: say "host" for now')
+    if offload.parameters != "device" and not releases:
         raise ConfigError(
-            f'Offload(parameters="host") at stage {config.stage}, where every rank keeps whole '
-            "parameters to compute with: say stage=3, or leave parameters on the device"
+            f'Offload(parameters="{offload.parameters}") at stage {config.stage}, where every '
+            "rank keeps whole parameters to compute with: say stage=3, or leave parameters on the "
+            "device"
         )
     if any(spec.dtypes.splits_master for spec in specs):
         raise ConfigError(
