@@ -448,7 +448,9 @@ def _shard_one(
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
         releases = STAGES[config.stage_number].releases
-        specs = place_units(specs, config, releases=releases, events=events)
+        specs = place_units(
+            specs, config, releases=releases, rank=world.ranks[world.rank], events=events
+        )
         sources = build.sources_of(model)
         engine = Engine(model, specs, config, collectives)
         if sources:

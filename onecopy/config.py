@@ -199,6 +199,11 @@ class Offload:
         return cls(optimizer="host", gradients="host")
 
     @property
+    def is_all_on_nvme(self) -> bool:
+        """Everything that a stage cuts is on NVMe: what "nvme:/path" means at each stage."""
+        return {self.optimizer, self.gradients, self.parameters} == {"nvme"}
+
+    @property
     def is_delayed(self) -> bool:
         """Updates run beside the next forward and backward."""
         return self.delayed_update is not False
@@ -231,7 +236,8 @@ class Config:
         clips by the norm of the step before; with "two-pass" by the step's own: then
         optimizer.step(closure) runs the closure twice. See docs/memory-lean.md.
     offload: an `Offload`; "cpu" for optimizer states and gradients in host memory, "nvme:/path" for
-        these and parameters on a drive; None keeps all on the device. See docs/offload.md.
+        these and, at stage 3, parameters on a drive; None keeps all on the device. See
+        docs/offload.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.

@@ -48,7 +48,7 @@ def _bits() -> Tensor:
 def _split(values: Tensor) -> tuple[SplitMaster, Tensor, nn.Parameter]:
     own, piece = values.to(torch.bfloat16), nn.Parameter(values)
     split = SplitMaster(own, values, [piece])
-    split.split()
+    split.rest()
     return split, own, piece
 
 

@@ -72,7 +72,7 @@ def _take_masters(engine: Engine, memo: dict[int, Any]) -> None:
         if unit.dtypes.master == unit.dtypes.compute:
             continue
         whole = unit.gather_master()
-        unit.slice.split_master()
+        unit.slice.rest()
         for start, parameter in zip(unit.layout.starts, unit.parameters, strict=True):
             with torch.no_grad():
                 memo[id(parameter)].data = view_of(whole, start, parameter).clone()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.core.unit_step import step_alone
+from onecopy.core.step_alone import step_alone
 
 if TYPE_CHECKING:
     from onecopy.core.unit import Unit

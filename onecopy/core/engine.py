@@ -367,7 +367,7 @@ class Engine:
         for unit in self.units:
             if unit.state is UnitState.GATHERED:
                 unit.take_values()
-                unit.slice.split_master()
+                unit.slice.rest()
                 self.release(unit, settled=True)
 
 

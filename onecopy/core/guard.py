@@ -15,15 +15,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from onecopy.core.compiling import not_compiled
 from onecopy.errors import ParameterReleasedError, ShardingError
 
 __all__ = ["Gatherer", "guard_class"]
+
+Kind = TypeVar("Kind", bound=torch.Tensor)
 
 
 class Gatherer(Protocol):
@@ -89,16 +90,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def guard_class(
-    parameter_class: type[nn.Parameter], gatherer: weakref.ref[Gatherer]
-) -> type[nn.Parameter]:
-    """A guarded subclass of `parameter_class` for the parameters of one model."""
+def guard_class(plain_class: type[Kind], gatherer: weakref.ref[Gatherer]) -> type[Kind]:
+    """A guarded subclass of `plain_class`, for tensors whose values `gatherer` brings."""
 
-    class ReleasedParameter(parameter_class):  # type: ignore[valid-type,misc]
-        """A parameter whose values are with their owners."""
+    class ReleasedParameter(plain_class):  # type: ignore[valid-type,misc]
+        """A parameter, or another tensor, whose values are elsewhere."""
 
         _gatherer = gatherer
-        _plain = parameter_class
+        _plain = plain_class
 
         @classmethod
         def __torch_function__(
@@ -110,7 +109,7 @@ def guard_class(
         ) -> Any:
             return _call(func, args, kwargs or {})
 
-    ReleasedParameter.__name__ = f"Released{parameter_class.__name__}"
+    ReleasedParameter.__name__ = f"Released{plain_class.__name__}"
     ReleasedParameter.__qualname__ = ReleasedParameter.__name__
     return ReleasedParameter
 

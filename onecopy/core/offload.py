@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from onecopy.config import Offload
+from onecopy.core.swapped import DiskLane
 from onecopy.errors import ConfigError
+from onecopy.memory.swap_files import SwapFolder
 
 if TYPE_CHECKING:
     from onecopy.config import Config
@@ -33,13 +36,17 @@ HOST = torch.device("cpu")
 class Placement:
     """Where the states of a unit lie that has some of them in host memory.
 
-    lane: what moves them.
-    keeps_values: the device keeps what this rank owns of the parameters, too; else each gather
-        brings them up.
+    lane: what moves them between the device and host memory.
+    parameters: where what this rank owns of the parameters lies, "device", "host" or "nvme"; each
+        gather brings it up from the latter two.
+    gradients: where owned gradients lie, "host" or "nvme".
+    disk: what reads and writes files; None where masters and optimizer states are in host memory.
     """
 
     lane: HostLane
-    keeps_values: bool
+    parameters: str
+    gradients: str
+    disk: DiskLane | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ def check_offload(optimizers: Iterable[torch.optim.Optimizer], config: Config) -
 
 
 def place_units(
-    specs: Sequence[UnitSpec], config: Config, *, releases: bool, events: Events
+    specs: Sequence[UnitSpec], config: Config, *, releases: bool, rank: int, events: Events
 ) -> list[UnitSpec]:
     """The same units, the first ones with states in host memory, as far as `config` wants it.
 
@@ -132,9 +139,7 @@ def place_units(
     offload = config.offload
     if not isinstance(offload, Offload) or offload.optimizer == "device":
         return list(specs)
-    if offload.optimizer == "nvme":
-        raise ConfigError('offload to "nvme" is being built: say "host" for now')
-    if offload.parameters != "device" and not releases:
+    if offload.parameters != "device" and not releases and not offload.is_all_on_nvme:
         raise ConfigError(
             f'Offload(parameters="{offload.parameters}") at stage {config.stage}, where every '
             "rank keeps whole parameters to compute with: say stage=3, or leave parameters on the "
@@ -146,8 +151,19 @@ def place_units(
             "parameters, on the device. Leave one of both out"
         )
     lane = HostLane(specs[0].device, events)
-    placement = Placement(lane=lane, keeps_values=offload.parameters == "device")
+    placement = Placement(
+        lane=lane,
+        parameters=offload.parameters,
+        gradients=offload.gradients,
+        disk=_disk_lane(offload, events, rank),
+    )
     return list(_first_of(specs, offload.fraction, placement))
+
+
+def _disk_lane(offload: Offload, events: Events, rank: int) -> DiskLane | None:
+    if offload.path is None:
+        return None
+    return DiskLane(SwapFolder(Path(offload.path), rank), offload.buffer_bytes, events)
 
 
 def _first_of(

@@ -287,8 +287,7 @@ class Binding:
                 engine.owned.hand_over(self.units)
             self._delayed.start(pieces)
         elif any(unit.steps_alone for unit in self.units):
-            for unit in self.units:
-                self.unit_steps.run(unit)
+            self.unit_steps.run(self.units)
             self.unit_steps.hide(self.units)
 
     def _make_delayed(self) -> DelayedUpdate | None:

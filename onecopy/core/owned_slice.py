@@ -4,16 +4,16 @@ Tensor roles (s elements in this rank's slice):
     own     (s,) compute dtype; the part of the unit's flat buffer that this rank owns
     master  (s,) master dtype; the same memory as `own` where the flat buffer stays and the dtypes
             are equal; where it is split, `own` and a remainder hold its values until somebody wants
-            them; where states are offloaded, in host memory
+            them; where states are offloaded, in host memory, or on disk until somebody wants them
     kept    (s,) compute dtype; where they are and the flat buffer is released: the values on the
-            device, which gathers send
+            device, or in host memory, which gathers send
     pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
             the parameter where the layout keeps parameters whole
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from onecopy.core.offload import HOST
+from onecopy.core.slice_on_disk import SliceOnDisk
 from onecopy.core.split import SplitMaster
 from onecopy.core.views import view_of
 from onecopy.errors import ShardingError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from onecopy.comm.groups import Groups
     from onecopy.core.layout import Layout, Piece
     from onecopy.core.offload import HostLane, Placement
+    from onecopy.core.swapped import Moving, Swapped
 
 __all__ = ["OwnedSlice"]
 
@@ -65,7 +67,9 @@ class OwnedSlice:
         self._replica = groups.replica
         self._master = master
         self._views = views
-        self._split: SplitMaster | None = None
+        self._resting: SplitMaster | Swapped | None = None
+        # Where states are on disk.
+        self.disk: SliceOnDisk | None = None
         self._placement: Placement | None = None
         self._kept: torch.Tensor | None = None
         # The device has not had the master's values since somebody may have changed them; whether
@@ -88,15 +92,15 @@ class OwnedSlice:
 
     def master_part(self, start: int, stop: int) -> torch.Tensor:
         """Elements of the master: a view, or a copy where it is split."""
-        if self._split is not None:
-            return self._split.part(start, stop)
+        if self._resting is not None:
+            return self._resting.part(start, stop)
         return self._master[start:stop]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What holds the master, as it is now."""
         found = (self._master,) if self._kept is None else (self._master, self._kept)
-        return found if self._split is None else (*found, *self._split.tensors)
+        return found if self._resting is None else (*found, *self._resting.tensors)
 
     @property
     def device(self) -> torch.device:
@@ -104,17 +108,30 @@ class OwnedSlice:
         return self._master.device
 
     def offload(self, placement: Placement, name: str, *, releases: bool) -> None:
-        """From now on the master lies in host memory.
+        """From now on the master lies in host memory, or on disk.
 
         Args:
             name: of the unit.
             releases: the flat buffer does not keep the values.
+
+        Raises:
+            SwapError: the disk has no room for it, or fails.
         """
         self._placement, self._name = placement, name
-        self._stays = not releases or placement.keeps_values
-        if releases and placement.keeps_values:
-            self._kept = self._master.to(self.own.dtype)
-        self._take_master(torch.empty_like(self._master, device=HOST).copy_(self._master))
+        parameters = placement.parameters if releases else "device"
+        self._stays, compute = parameters == "device", self.own.dtype
+        if releases and self._stays:
+            self._kept = self._master.to(compute)
+        master = torch.empty_like(self._master, device=HOST).copy_(self._master)
+        self._take_master(master)
+        if placement.disk is None:
+            return
+        if parameters == "host":
+            self._kept = master.to(compute, copy=True)
+        values = compute if parameters == "nvme" else None
+        numel, pieces = self._layout.strides[self.rank], self.pieces.values()
+        self.disk = SliceOnDisk(placement.disk, name, numel, master, pieces, values)
+        self._resting = self.disk.master
 
     @property
     def lane(self) -> HostLane | None:
@@ -123,13 +140,13 @@ class OwnedSlice:
 
     def begin_split(self) -> None:
         """From now on the master is kept as the bf16 slice and a remainder."""
-        self._split = SplitMaster(self.own, self._master, self.pieces.values())
-        self._split.split()
+        self._resting = SplitMaster(self.own, self._master, self.pieces.values())
+        self._resting.rest()
 
     @property
     def is_split(self) -> bool:
         """The master is kept as the bf16 slice and a remainder."""
-        return self._split is not None
+        return isinstance(self._resting, SplitMaster)
 
     def join_master(self) -> None:
         """Before the master is looked at or changed.
@@ -143,22 +160,22 @@ class OwnedSlice:
                 "updated (delayed_update): call onecopy.flush(model) on all ranks before"
             )
         self._is_stale = True
-        if self._split is not None:
-            self._split.join()
+        if self._resting is not None:
+            self._resting.join()
 
-    def split_master(self) -> None:
-        """After that: parameters get the rounded values where a remainder is kept beside them."""
-        if self._split is not None:
-            self._split.split()
+    def rest(self) -> None:
+        """After that: the master takes the form in which it is kept between steps."""
+        if self._resting is not None:
+            self._resting.rest()
 
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Inside, the master can be looked at and changed; afterwards it is as it was before."""
-        was_split = self._split is not None and not self._split.is_joined
+        was_split = self._resting is not None and not self._resting.is_joined
         self.join_master()
         yield
         if was_split:
-            self.split_master()
+            self.rest()
 
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the master in another dtype; pieces stay who they are."""
@@ -173,35 +190,81 @@ class OwnedSlice:
     def rounded(self) -> torch.Tensor:
         """(s,) the values in the compute dtype; in the flat buffer where that is kept."""
         if self._placement is not None:
-            if not self._stays:
-                self._placement.lane.up(self.own, self._master, self._name)
-            self.send_up()
-            return self.own if self._kept is None else self._kept
-        if self._split is not None:
-            self._split.split()
+            self.settle()
+            if self._stays:
+                return self.own if self._kept is None else self._kept
+            self._placement.lane.up(self.own, self._fetched(), self._name)
+            return self.own
+        if self._resting is not None:
+            self._resting.rest()
             return self.own
         if self._master.dtype != self.own.dtype:
             return self.own.copy_(self._master)
         return self._master
 
+    def _fetched(self) -> torch.Tensor:
+        """What gathers send where the device does not keep it."""
+        if self.disk is not None and self.disk.is_read_by_gathers:
+            return self.disk.fetch()
+        return self._master if self._kept is None else self._kept
+
+    def start_fetch(self) -> None:
+        """A gather will come: begin to read what it sends, where that is on disk."""
+        if self.disk is not None:
+            self.settle()
+            self.disk.start_fetch()
+
+    def settle(self) -> None:
+        """Masters that somebody has touched go back to disk; gathers will send what they are."""
+        if self.disk is not None and self.disk.master.is_joined:
+            self._is_stale = True
+            self.disk.master.rest()
+        self.send_up()
+
     def send_up(self) -> None:
-        """Where the master is in host memory: let the device have its values, if it keeps them."""
-        if self._placement is not None and self._stays and self._is_stale:
+        """Where the master is elsewhere: let what gathers send have its values."""
+        if self._placement is None or not self._is_stale:
+            return
+        self._is_stale = False
+        if self.disk is None:
+            if self._stays:
+                self.publish(0, self._master)
+            return
+        self.disk.let_go()
+        for low, values in self.disk.parts():
+            moving = self.publish(low, values)
+            if moving is not None:
+                moving.wait()
+
+    def publish(self, low: int, masters: torch.Tensor) -> Moving | None:
+        """Let what gathers send have new masters, from element `low` on; a write to wait for."""
+        assert self._placement is not None, "the master is elsewhere"
+        high = low + masters.numel()
+        if self._stays:
             values = self.own if self._kept is None else self._kept
-            self._placement.lane.up(values, self._master, self._name)
-            self._is_stale = False
+            self._placement.lane.up(values[low:high], masters, self._name)
+        elif self._kept is not None:
+            self._kept[low:high].copy_(masters)
+        elif self.disk is not None and self.disk.has_values:
+            return self.disk.write_values(low, masters)
+        return None
 
     @property
     def has_own_values(self) -> bool:
         """The flat buffer's values lie beside the master, not in it."""
-        is_elsewhere = self.is_in_update or (self._split is not None and not self._split.is_joined)
-        return self._master is not self.own and not is_elsewhere
+        is_halved = self.is_split and self._resting is not None and not self._resting.is_joined
+        return self._master is not self.own and not is_halved and not self.is_in_update
 
     @property
     def has_changed(self) -> bool:
         """Whether the flat buffer's values are not what the master rounds to."""
-        rounded = self._master.to(self.own.dtype)
-        return self.has_own_values and not torch.equal(self.own.to(self.device), rounded)
+        if not self.has_own_values:
+            return False
+        own = self.own.to(self.device)
+        return any(
+            not torch.equal(own[low : low + values.numel()], values.to(own.dtype))
+            for low, values in self._parts()
+        )
 
     @property
     def is_only_read(self) -> bool:
@@ -220,10 +283,22 @@ class OwnedSlice:
             self.join_master()
         if not self.has_own_values:
             return
-        master, own = self._master, self.own.to(self.device)
-        changed = own != master.to(own.dtype)
-        master.copy_(torch.where(changed, own.to(master.dtype), master))
-        self._is_stale = True
+        whole = self.own.to(self.device)
+        for low, master in self._parts():
+            own = whole[low : low + master.numel()]
+            changed = own != master.to(own.dtype)
+            if self.disk is not None and not bool(changed.any()):
+                continue
+            master.copy_(torch.where(changed, own.to(master.dtype), master))
+            self._is_stale = True
+            if self.disk is not None:
+                self.disk.keep(low, master)
+        if self.disk is None:
+            self._is_stale = True
+
+    def _parts(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """The master in parts, each with its first element; copies where it rests on disk."""
+        return ((0, self._master),) if self.disk is None else self.disk.parts()
 
     def load(self, index: int, value: torch.Tensor) -> None:
         """Give the piece of parameter `index` values that were loaded into it, unrounded.
@@ -237,6 +312,26 @@ class OwnedSlice:
             master = self._master[place.start : place.start + place.numel]
             loaded = values.to(master)
             master.copy_(torch.where(loaded.to(compute) == master.to(compute), loaded, master))
+
+    # Steps in chunks --------------------------------------------------------------------------
+
+    def chunks(self, longest: int) -> Iterator[tuple[int, int]]:
+        """The slice in chunks of at most so many elements; whole pieces where none may be cut."""
+        places = self._layout.pieces(self.rank)
+        if not self._layout.is_whole:
+            end = max((place.start + place.numel for place in places), default=0)
+            for low in range(0, end, longest):
+                yield low, min(low + longest, self._master.numel())
+            return
+        low = high = 0
+        for place in places:
+            end = place.start + place.numel
+            if high > low and end - low > longest:
+                yield low, high
+                low = place.start
+            high = end
+        if high > low:
+            yield low, high
 
     # Places -----------------------------------------------------------------------------------
 

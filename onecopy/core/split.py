@@ -9,7 +9,8 @@ One value too many for 16 bits: halfway between two bf16 values torch rounds to 
 above and from below. So -2^15 stands for both, and places where it means +2^15 are listed; among
 ordinary values that is one element in 2^17.
 
-Split is the state at rest; `join` makes the fp32 slice for a step or for a look at the pieces.
+Split is the state at rest, which `rest` brings about; `join` makes the fp32 slice for a step or for
+a look at the pieces.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class SplitMaster:
                 # Next to zero and infinity it makes more of a difference than bf16 can tell.
                 values.copy_(torch.where(rounded == own, values, own.to(values.dtype)))
 
-    def split(self) -> None:
+    def rest(self) -> None:
         """Round the fp32 slice into the parameters, keep the rest and give its memory back."""
         if not self.is_joined:
             return

@@ -286,7 +286,7 @@ class StepInBackward:
 
     def _update(self, binding: Binding, unit: Unit) -> None:
         began = time.perf_counter()
-        binding.unit_steps.run(unit)
+        binding.unit_steps.run((unit,))
         name = type(binding.optimizer).__name__
         seconds = time.perf_counter() - began
         self._engine.events.emit("update", unit.name, seconds=seconds, what=name)

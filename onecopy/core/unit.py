@@ -188,7 +188,7 @@ class Unit:
         placement = self._placement
         if placement is not None:
             # What is frozen has nothing to step: it may only be offloaded as a parameter.
-            if is_trained or not placement.keeps_values:
+            if is_trained or placement.parameters != "device":
                 self.slice.offload(placement, self.name, releases=self._stage.releases)
         elif self.dtypes.splits_master and not self._stage.releases:
             self.slice.begin_split()

@@ -9,23 +9,20 @@ hooks, schedulers and counters (in param_groups, or attributes of the optimizer)
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
-
+from onecopy.core.chunked_step import ChunkedStep
+from onecopy.core.step_alone import step_alone
 from onecopy.core.unit import UnitState
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from onecopy.core.unit import Unit
 
-__all__ = ["UnitSteps", "step_alone"]
-
-HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+__all__ = ["UnitSteps"]
 
 
 class UnitSteps:
@@ -33,6 +30,7 @@ class UnitSteps:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.chunked = ChunkedStep(optimizer)
         # By unit, then by number of the group.
         self._pieces: dict[Unit, dict[int, list[nn.Parameter]]] = {}
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -49,20 +47,29 @@ class UnitSteps:
             if any(piece.grad is not None for group in groups.values() for piece in group)
         }
 
-    def run(self, unit: Unit) -> None:
-        """Update the pieces of a unit that have a gradient; nothing is sent around yet."""
-        pieces = self._pieces.get(unit, {})
-        if all(piece.grad is None for group in pieces.values() for piece in group):
-            return
+    def run(self, units: Iterable[Unit]) -> None:
+        """Update the pieces of units that have a gradient; nothing is sent around yet."""
+        on_disk = {}
+        for unit in units:
+            pieces = self._pieces.get(unit, {})
+            if all(piece.grad is None for group in pieces.values() for piece in group):
+                continue
+            if unit.state is UnitState.GATHERING:
+                # A refresh under way still reads the values that are about to change.
+                unit.finish_gather()
+            if unit.slice.disk is not None:
+                on_disk[unit] = pieces
+            else:
+                self._run_in_memory(unit, pieces)
+        self.chunked.run(on_disk)
+
+    def _run_in_memory(self, unit: Unit, pieces: dict[int, list[nn.Parameter]]) -> None:
         assert unit.gradients is not None, "what has a gradient is trainable"
-        if unit.state is UnitState.GATHERING:
-            # A refresh under way still reads the values that are about to change.
-            unit.finish_gather()
         unit.slice.join_master()
         with unit.gradients.in_master_dtype():
             optimizer = self._optimizer
             step_alone(optimizer, optimizer.param_groups, pieces)
-        unit.slice.split_master()
+        unit.slice.rest()
         # Travels while the next unit is updated.
         unit.slice.send_up()
 
@@ -80,40 +87,3 @@ class UnitSteps:
         for piece, gradient in self._hidden:
             piece.grad = gradient
         self._hidden.clear()
-
-
-def step_alone(
-    optimizer: torch.optim.Optimizer,
-    groups: Iterable[dict[str, Any]],
-    pieces: dict[int, list[nn.Parameter]],
-) -> None:
-    """Let an optimizer update these pieces only, by number of their group in `groups`."""
-    with _once_for_all(optimizer):
-        optimizer.param_groups = [
-            {**group, "params": pieces.get(number, [])} for number, group in enumerate(groups)
-        ]
-        _plain_step(optimizer)(optimizer)
-
-
-@contextmanager
-def _once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, hooks are silent; afterwards attributes are who they were.
-
-    So a counter that the optimizer's own `step` advances is, in each unit, what it would be if all
-    were updated at once.
-    """
-    kept = dict(vars(optimizer))
-    try:
-        for name in HOOKS:
-            # A subclass that calls the step of its parent comes to the hooks once more.
-            setattr(optimizer, name, OrderedDict())
-        yield
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(kept)
-
-
-def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step of its class, without what torch wraps it into: profiling, and hooks."""
-    step = type(optimizer).step
-    return getattr(step, "__wrapped__") if getattr(step, "hooked", False) else step  # noqa: B009

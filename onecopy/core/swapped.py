@@ -1,0 +1,201 @@
+"""States on disk: what rests there, and the reads and writes that this takes.
+
+Between two steps masters, optimizer states and gradients of such a unit hold no memory: each kind
+lies in a file, in the order of the owned slice. The tensors that stand for them have empty storages
+and wear a guard, so that whoever touches one finds its values, read at that moment; what was
+touched is written back with the next step.
+
+    resting --join--> in memory --rest--> resting
+
+Source: ZeRO-Infinity (Rajbhandari et al. 2021), sections 5.1 and 6.3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.core.guard import guard_class
+from onecopy.memory import buffers
+
+if TYPE_CHECKING:
+    from onecopy.events import Events
+    from onecopy.memory.swap_files import SwapArray, SwapFolder, Transfer
+
+__all__ = ["DiskLane", "Kind", "Moving", "SliceFiles", "Swapped"]
+
+# A kind of state, "master" or what an optimizer calls its own, and its dtype.
+Kind = tuple[str, torch.dtype]
+
+
+class Moving:
+    """A read or a write that is under way, reported when somebody has waited for it."""
+
+    def __init__(self, transfer: Transfer, unit: str, what: str, events: Events) -> None:
+        self._transfer, self._unit, self._what, self._events = transfer, unit, what, events
+
+    def wait(self) -> None:
+        """Until it has ended.
+
+        Raises:
+            SwapError: it has failed; names the file and the unit.
+        """
+        self._transfer.wait()
+        self._events.emit(
+            "swap",
+            self._unit,
+            num_bytes=self._transfer.num_bytes,
+            seconds=self._transfer.seconds,
+            what=self._what,
+        )
+
+
+class DiskLane:
+    """Reads and writes of one model's states, reported as events.
+
+    Attributes:
+        folder: where the files are.
+        buffer_bytes: how much host memory reads ahead and writes behind may take.
+    """
+
+    def __init__(self, folder: SwapFolder, buffer_bytes: int, events: Events) -> None:
+        self.folder = folder
+        self.buffer_bytes = buffer_bytes
+        self._events = events
+        weakref.finalize(self, folder.close)
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,) host memory for direct transfers, which `give_back` takes again."""
+        free = self._free.get((numel, dtype))
+        if free:
+            return free.pop()
+        return self.folder.buffer(numel * dtype.itemsize)[: numel * dtype.itemsize].view(dtype)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Nothing is under way into it or out of it."""
+        self._free.setdefault((memory.numel(), memory.dtype), []).append(memory)
+
+    def read(self, array: SwapArray, start: int, target: torch.Tensor) -> Moving:
+        """Begin to read elements of an array, from number `start` on, into host memory."""
+        return Moving(array.read(start, target), array.unit, "read", self._events)
+
+    def write(self, array: SwapArray, start: int, source: torch.Tensor) -> Moving:
+        """Begin to write elements of an array, from number `start` on."""
+        return Moving(array.write(start, source), array.unit, "write", self._events)
+
+
+class SliceFiles:
+    """The files of one unit: for each kind of state an array like the owned slice.
+
+    Attributes:
+        lane: what reads and writes them.
+    """
+
+    def __init__(self, lane: DiskLane, unit: str, numel: int) -> None:
+        self.lane = lane
+        self._unit, self._numel = unit, numel
+        self._arrays: dict[Kind, SwapArray] = {}
+
+    def array(self, kind: str, dtype: torch.dtype) -> SwapArray:
+        """That of one kind, made where there is none yet.
+
+        Raises:
+            SwapError: the disk has no room for it.
+        """
+        found = self._arrays.get((kind, dtype))
+        if found is None:
+            name = f"{kind}.{str(dtype).removeprefix('torch.')}"
+            found = self.lane.folder.array(name, self._unit, self._numel, dtype)
+            self._arrays[kind, dtype] = found
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arrays."""
+        return sum(one.nbytes for one in self._arrays.values())
+
+
+class Swapped:
+    """Values that rest on disk; see the module's docstring.
+
+    Attributes:
+        whole: (n,) its storage is empty while they rest, and its views wear the guard.
+        array: where they rest, from element `start` on.
+        is_joined: they are in memory, and somebody may have changed them.
+    """
+
+    def __init__(
+        self,
+        files: SliceFiles,
+        array: SwapArray,
+        start: int,
+        whole: torch.Tensor,
+        views: Collection[torch.Tensor],
+    ) -> None:
+        self.whole, self.array, self.start = whole, array, start
+        self.is_joined = True
+        self._lane = files.lane
+        self._views = views
+        self._plain = [type(view) for view in views]
+        guards = {kind: guard_class(kind, weakref.ref(self)) for kind in set(self._plain)}
+        self._guards = [guards[kind] for kind in self._plain]
+        self._num_owners = buffers.num_owners(whole)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is held in memory."""
+        return (self.whole,)
+
+    def stands_for(self, value: object) -> bool:
+        """Whether this is the very tensor."""
+        return any(view is value for view in self._views)
+
+    def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
+        """Views are about to be used (see `guard.Gatherer`)."""
+        self.join()
+
+    def is_released(self, parameter: torch.Tensor) -> bool:
+        """Whether a view should wear its guard."""
+        return not self.is_joined
+
+    def join(self) -> None:
+        """Read the values; nothing happens where they are in memory."""
+        if self.is_joined:
+            return
+        buffers.grow(self.whole)
+        self._lane.read(self.array, self.start, self.whole).wait()
+        self.is_joined = True
+        for view, plain in zip(self._views, self._plain, strict=True):
+            view.__class__ = plain
+
+    def rest(self) -> None:
+        """Write the values, and give their memory back."""
+        if self.is_joined:
+            self._lane.write(self.array, self.start, self.whole).wait()
+            self.leave()
+
+    def leave(self) -> None:
+        """Give the memory back of values that the file has; not while somebody has a view of it."""
+        is_held = buffers.num_owners(self.whole) > self._num_owners
+        if self.is_joined and not is_held and self.whole.untyped_storage().resizable():
+            buffers.free(self.whole)
+            for view, guard in zip(self._views, self._guards, strict=True):
+                view.__class__ = guard
+            self.is_joined = False
+
+    def follow(self) -> None:
+        """The file has new values: who holds a view of the memory sees them, too."""
+        if self.is_joined:
+            self._lane.read(self.array, self.start, self.whole).wait()
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of it: a view, or a copy while they rest."""
+        if self.is_joined:
+            return self.whole[start:stop]
+        values = self.whole.new_empty(0).new_empty(stop - start)
+        self._lane.read(self.array, self.start + start, values).wait()
+        return values
