@@ -198,6 +198,14 @@ class Offload:
         _check_choice("offload", text, ("cpu", "nvme:/path"))
         return cls(optimizer="host", gradients="host")
 
+    def written(self) -> str:
+        """What `shard` is given, as short as it can be: "cpu", "nvme:/path" or Offload(...)."""
+        for short in ("cpu", f"nvme:{self.path}"):
+            if self == Offload.from_short_form(short):
+                return json.dumps(short)
+        settings = (f"{name}={json.dumps(value)}" for name, value in _changed(self))
+        return f"onecopy.Offload({', '.join(settings)})"
+
     @property
     def is_all_on_nvme(self) -> bool:
         """Everything that a stage cuts is on NVMe: what "nvme:/path" means at each stage."""

@@ -14,7 +14,14 @@ from typing import Any
 
 from onecopy.errors import ConfigError
 
-__all__ = ["bytes_of", "check_choices", "check_least", "describe", "unknown_setting"]
+__all__ = [
+    "bytes_of",
+    "check_choices",
+    "check_least",
+    "describe",
+    "speed_of",
+    "unknown_setting",
+]
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -38,6 +45,18 @@ def bytes_of(text: str) -> int:
     if found is None or unit is None or float(found.group(1)) * unit < 1:
         raise ConfigError(f"{text!r} is no size: say 5GB, 500MB or 2GiB, for example")
     return int(float(found.group(1)) * unit)
+
+
+def speed_of(text: str) -> int:
+    """A speed for people in bytes per second: 3.2GB/s, or 3.2GB.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return bytes_of(re.sub(r"/s\s*$", "", text))
+    except ConfigError as error:
+        raise ConfigError(f"{text!r} is no speed: say 3.2GB/s or 900MB/s, for example") from error
 
 
 def check_choices(record: Any) -> None:

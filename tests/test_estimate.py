@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
+from onecopy import Offload
 from onecopy.errors import ConfigError
 from onecopy.planner import estimate
 
@@ -123,3 +125,55 @@ def test_bad_values_give_advice(call: object, advice: str) -> None:
     assert callable(call)
     with pytest.raises(ConfigError, match=advice):
         call()
+
+
+NVME = Offload(optimizer="nvme", gradients="nvme", path="/x")
+
+
+@pytest.mark.parametrize(
+    ("offload", "backwards", "expected"),
+    [
+        # Adam in bf16: master and two moments both ways, the mean written and read.
+        (NVME, 1, (16, 16)),
+        (NVME, 3, (16 + 2 * 4, 16 + 2 * 4)),
+        (replace(NVME, gradients="host"), 3, (12, 12)),
+        (replace(NVME, parameters="host"), 1, (16, 16)),
+        # The value is written once, and read by two gathers a backward.
+        (replace(NVME, parameters="nvme"), 1, (16 + 2 * 2, 16 + 2)),
+        (replace(NVME, parameters="nvme"), 2, (20 + 4 * 2, 20 + 2)),
+        (Offload(optimizer="host", gradients="host"), 1, (0, 0)),
+        (None, 1, (0, 0)),
+    ],
+)
+def test_what_moves_to_and_from_nvme(
+    offload: Offload | None, backwards: int, expected: tuple[int, int]
+) -> None:
+    found = estimate.disk_traffic(3, estimate.BF16, offload, backwards)
+    assert (found.read, found.written) == expected
+
+
+def test_values_on_nvme_are_the_masters_in_full_precision() -> None:
+    everything = replace(NVME, parameters="nvme")
+    found = estimate.disk_traffic(3, estimate.FP32, everything)
+    assert (found.read, found.written) == (16 + 2 * 4, 16)
+    for widths, numbers in ((estimate.FP32, (4, 4, 8)), (estimate.BF16, (4 + 2, 4, 8))):
+        states = estimate.tier_bytes("nvme", 3, 10, widths, everything)
+        assert (states.parameters, states.gradients, states.optimizer) == tuple(
+            10 * number for number in numbers
+        )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("widths", [estimate.FP32, estimate.BF16], ids=["fp32", "bf16"])
+def test_tiers_add_up(stage: int, widths: estimate.ElementWidths) -> None:
+    """Wherever states lie, nothing is lost, and nothing is counted twice."""
+    for parameters in ("device", "host", "nvme") if stage == 3 else ("device",):
+        for gradients in ("host", "nvme"):
+            offload = replace(NVME, parameters=parameters, gradients=gradients)
+            found = estimate.owned_bytes(stage, 100, widths, offload)
+            tiers = [
+                estimate.tier_bytes(tier, stage, 100, widths, offload)
+                for tier in ("device", "host", "nvme")
+            ]
+            assert found.total == sum(one.total for one in tiers)
+            assert (found.device, found.host, found.nvme) == tuple(one.total for one in tiers)

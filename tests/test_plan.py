@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from onecopy import cli
 from onecopy.errors import ConfigError
 from onecopy.planner import page
 from onecopy.planner.options import PlanOptions
-from onecopy.planner.rows import ALL_HOST, HOST
+from onecopy.planner.rows import ALL_HOST, ALL_NVME, HOST, NVME, Seconds
 from onecopy.planner.sizes import parse_parameters
 from onecopy.report.amounts import amount
 from tests.pool import Pool
@@ -202,6 +203,8 @@ def test_reasons_name_what_was_set_aside() -> None:
         assert words in text
 
 
+GRADIENTS_ON_HOST = replace(NVME, gradients="host")
+MIXED = replace(NVME, parameters="host")
 TIGHT: dict[str, Any] = {"devices": 2, "device_memory": "40GB"}
 
 
@@ -214,16 +217,17 @@ def test_states_in_host_memory_where_nothing_fits_on_the_devices() -> None:
     assert 'stage=2, precision="bf16", offload="cpu")' in found.code
     assert "[offload]" in found.toml
     text = "\n".join(found.reasons)
-    assert "120.0 GB of host memory for that, which is not checked: say --host-memory" in text
+    assert "GB in host memory for that, which is not checked: say --host-memory" in text
     offloaded = [row for row in plan.rows if row.way.tier == "host"]
     assert [row.stage for row in offloaded] == [0, 1, 2, 3, 3]
     on_device = [row.memory.states / 7.5e9 for row in offloaded]
     assert on_device == pytest.approx([2, 4, 2, 1, 0], rel=1e-4)
-    on_host = [row.outside.rank / 7.5e9 for row in offloaded if row.outside]
+    on_host = [row.outside["host"].states / 7.5e9 for row in offloaded]
     assert on_host == pytest.approx([16, 8, 8, 8, 8], rel=1e-4)
-    moved = [row.outside.moved / 7.5e9 for row in offloaded if row.outside]
+    moved = [row.moved / 7.5e9 for row in offloaded]
     assert moved == pytest.approx([4, 2, 2, 2, 3], rel=1e-4)
-    assert all(row.outside.node == 2 * row.outside.rank for row in offloaded if row.outside)
+    hosts = [row.outside["host"] for row in offloaded]
+    assert all(one.node == 2 * (one.states + one.buffers) for one in hosts)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,15 @@ def test_states_in_host_memory_where_nothing_fits_on_the_devices() -> None:
         ({"devices": 4, "device_memory": "20GB"}, (2, HOST)),
         ({"devices": 4, "device_memory": "15GB"}, (3, HOST)),
         ({"devices": 4, "device_memory": "5GB"}, (3, ALL_HOST)),
-        ({"devices": 4, "device_memory": "5GB", "host_memory": "119GB"}, None),
+        ({"devices": 4, "device_memory": "5GB", "host_memory": "119GB", "nvme": "80GB"}, None),
+        # Then NVMe, and of that as little as possible: what is not said has no limit.
+        ({"devices": 4, "device_memory": "15GB", "host_memory": "100GB"}, (3, GRADIENTS_ON_HOST)),
+        ({"devices": 4, "device_memory": "15GB", "host_memory": "20GB", "nvme": "1TB"}, (3, NVME)),
+        ({"devices": 4, "device_memory": "5GB", "host_memory": "25GB", "nvme": "1TB"}, (3, MIXED)),
+        (
+            {"devices": 4, "device_memory": "5GB", "host_memory": "10GB", "nvme": "1TB"},
+            (3, ALL_NVME),
+        ),
         # Stage 0 would have every state once a rank.
         ({"devices": 1, "device_memory": "25GB"}, (0, HOST)),
         ({"devices": 4, "device_memory": "2GB"}, None),
@@ -246,9 +258,11 @@ def test_the_fastest_of_all_tiers(settings: dict[str, Any], expected: Any) -> No
 
 
 def test_a_host_that_is_too_small_is_said() -> None:
-    plan = onecopy.plan("7.5B", **TIGHT, host_memory="100GB")
+    plan = onecopy.plan("7.5B", **TIGHT, host_memory="100GB", nvme="80GB")
     assert plan.recommended is None
-    assert "takes 120.0 of 100.0 GB of each node's host memory" in "\n".join(plan.advice)
+    text = "\n".join(plan.advice)
+    for words in ("but each node takes 12", " of 100.0 GB in host memory", "GB on NVMe"):
+        assert words in text, text
     tiny = onecopy.plan("7.5B", devices=2, device_memory="1GB", host_memory="1TB")
     assert "with states in host memory stage 3 still needs" in "\n".join(tiny.advice)
 
@@ -265,15 +279,56 @@ def test_the_largest_model_with_and_without_the_host() -> None:
     assert [row.largest is None for row in unknown] == [False, True, True]
 
 
-def test_nvme_is_a_plan_only() -> None:
-    plan = onecopy.plan("70B", devices=8, device_memory="30GB", host_memory="1GB", nvme="8TB")
-    assert plan.recommended is None
-    *_, last = plan.rows
-    assert (last.way.tier, last.fits) == ("nvme", True)
-    assert "on NVMe (ZeRO-Infinity): a plan only, not in this version" in str(plan)
-    assert "not in this version" in plan._repr_html_()
-    assert [row["is_in_this_version"] for row in plan.to_json()["rows"]][-2:] == [True, False]
+def test_states_on_nvme() -> None:
+    """The next tier: bytes by rank, by node and by what a step moves, in bf16 with Adam."""
+    settings: dict[str, Any] = {"devices": 8, "device_memory": "30GB", "host_memory": "100GB"}
+    plan = onecopy.plan("70B", **settings, nvme="8TB")
+    found = plan.recommended
+    assert found is not None
+    assert found.row.way.tier == "nvme"
+    assert found.config.offload == ALL_NVME
+    assert 'offload="nvme:/nvme")' in found.code
+    assert "# /nvme: a folder on each node's drive" in found.code
+    assert onecopy.Config.from_toml(found.toml) == found.config
+    assert "a rank reads 175.0 GB from NVMe a step and writes 157.5 GB" in "\n".join(found.reasons)
+    nvme = [row for row in plan.rows if row.way.tier == "nvme"]
+    owned = [70e9, *(4 * [70e9 / 8])]
+    assert [row.way.offload for row in nvme] == [NVME] * 4 + [ALL_NVME]
+
+    def each(values: list[int]) -> list[float]:
+        return [value / numel for value, numel in zip(values, owned, strict=True)]
+
+    states = each([row.outside["nvme"].states for row in nvme])
+    assert states == pytest.approx([16, 16, 16, 16, 18], rel=1e-4)
+    read = each([row.swapped.read for row in nvme])
+    assert read == pytest.approx([16, 16, 16, 16, 20], rel=1e-4)
+    written = each([row.swapped.written for row in nvme])
+    assert written == pytest.approx([16, 16, 16, 16, 18], rel=1e-4)
     assert "NVMe" not in str(onecopy.plan("70B", devices=8))
+
+
+def test_seconds_and_the_share_of_computing() -> None:
+    """Only where speeds are said; the share is the paper's equation 6."""
+    settings: dict[str, Any] = {"devices": 8, "device_memory": "40GB", "host_memory": "200GB"}
+    settings |= {"nvme": "8TB", "stage": 3, "checkpoint_activations": "on"}
+    silent = onecopy.plan("70B", **settings)
+    assert all(row.seconds == Seconds() for row in silent.rows)
+    assert "How long reads and writes take is not known" in str(silent)
+    speeds = {"nvme_read": "6GB/s", "nvme_write": "3GB/s", "host_link": "10GB/s"}
+    row = onecopy.plan("70B", **settings, **speeds, device_tflops=100).rows[-1]
+    assert row.way.offload == ALL_NVME
+    assert row.seconds.link == row.moved / 10e9
+    nvme = 8 * row.swapped.read / 6e9 + 8 * row.swapped.written / 3e9
+    assert row.seconds.nvme == pytest.approx(nvme)
+    computing = 8 * 2048 * 70e9 / 100e12
+    share = computing / (computing + nvme + row.moved / 10e9)
+    assert row.seconds.computing == pytest.approx(share)
+    for wrong, words in (
+        ({"nvme_read": "1GB/s"}, "--nvme-write"),
+        ({"host_link": "x"}, "no speed"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            onecopy.plan("70B", **settings, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -301,14 +356,17 @@ def test_table_json_and_page_show_the_same(settings: dict[str, Any]) -> None:
         for name, size in row["memory"].items():
             assert size is None or amount(size, "GB") in cells, name
             assert size is None or not size or amount(size, "GB") in of_text, name
-        for size in (row["outside"] or {}).values():
-            if isinstance(size, int) and not isinstance(size, bool) and row["tier"] == "host":
-                assert amount(size, "GB").removesuffix(".0") in printed
+        for outside in row["outside"].values():
+            for name in ("states", "buffers", "node"):
+                assert not outside[name] or amount(outside[name], "GB") in cells, name
+        for size in (row["moved"], *row["swapped"].values()):
+            assert not size or amount(size, "GB") in of_text
     assert shown.count("<table") == len(tables) == len({row["tier"] for row in rows})
 
 
 def test_what_helps_where_nothing_fits() -> None:
-    plan = onecopy.plan("70B", devices=2, device_memory="40GB", host_memory="100GB", micro_batch=4)
+    settings: dict[str, Any] = {"host_memory": "100GB", "nvme": "100GB", "micro_batch": 4}
+    plan = onecopy.plan("70B", devices=2, device_memory="40GB", **settings)
     assert plan.recommended is None
     text = "\n".join(plan.advice)
     for words in ("comes nearest", "--micro-batch 1", "64 devices like these would do"):

@@ -83,6 +83,9 @@ class Choice:
         host = self.memory[self.stage].host.total
         if host:
             text += f"; {_shown(host)} a rank lie in host memory"
+        nvme = self.memory[self.stage].nvme.total
+        if nvme:
+            text += f"; {_shown(nvme)} a rank lie on NVMe"
         if self.assumed:
             text += f"; {USUAL_STATES} optimizer states a parameter assumed"
         return text
@@ -158,7 +161,7 @@ def _choose(
 
 def _possible(config: Config) -> tuple[int, ...]:
     """The stages that can be chosen: what ranks keep whole on their devices cannot be offloaded."""
-    if isinstance(config.offload, Offload) and config.offload.parameters == "host":
+    if isinstance(config.offload, Offload) and config.offload.parameters != "device":
         return tuple(stage for stage in STAGES if TABLE[stage].releases)
     return STAGES
 

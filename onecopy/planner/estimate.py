@@ -12,10 +12,10 @@ padded number (always a multiple of N) the formulas are exact, not approximate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
-from onecopy.config import Offload, Precision
+from onecopy.config import TIERS, Offload, Precision
 from onecopy.core.stages import STAGES, Stage
 from onecopy.errors import ConfigError
 from onecopy.report.states import StateBytes
@@ -83,8 +83,8 @@ def state_bytes(
     - stage 2 frees that buffer unit by unit in backward
     - stage 3 holds no full parameters either
 
-    With `offload` (of all of these elements, whatever its fraction) what `host_bytes` says lies in
-    host memory; the device keeps values in the compute dtype, at stage 3 the owned ones.
+    With `offload` (of all of these elements, whatever its fraction) what `tier_bytes` says lies
+    elsewhere; the device keeps values in the compute dtype, at stage 3 the owned ones.
     """
     cut = _stage(stage, world_size)
     if num_parameters < 1:
@@ -98,6 +98,7 @@ def state_bytes(
         gradients=local_gradients + owned.gradients,
         optimizer=owned.optimizer,
         host=owned.host,
+        nvme=owned.nvme,
     )
 
 
@@ -106,12 +107,15 @@ def owned_bytes(
 ) -> StateBytes:
     """Bytes of the elements that a rank owns: masters, mean gradients and optimizer states."""
     releases = _stage(stage).releases
-    if offload is not None and offload.optimizer == "host":
-        on_host = host_bytes(num_owned, widths, offload)
-        # What gathers send stays on the device, unless it is to come up for each of them.
-        stays = releases and offload.parameters == "device"
-        values = num_owned * widths.compute if stays else 0
-        return replace(on_host, parameters=on_host.parameters + values)
+    if offload is not None and offload.optimizer != "device":
+        parts = {tier: tier_bytes(tier, stage, num_owned, widths, offload) for tier in TIERS}
+        return StateBytes(
+            parameters=sum(one.parameters for one in parts.values()),
+            gradients=sum(one.gradients for one in parts.values()),
+            optimizer=sum(one.optimizer for one in parts.values()),
+            host=parts["host"].total,
+            nvme=parts["nvme"].total,
+        )
     # In full precision the flat buffer is itself the master, as long as the rank keeps it.
     shares_master = not releases and widths.compute == widths.master
     is_split = widths.remainder is not None and not releases
@@ -123,21 +127,41 @@ def owned_bytes(
     )
 
 
-def host_bytes(num_owned: int, widths: ElementWidths, offload: Offload | None) -> StateBytes:
-    """What of them lies in host memory: with offload masters, mean gradients, optimizer states.
+def tier_bytes(
+    tier: str, stage: int, num_owned: int, widths: ElementWidths, offload: Offload | None
+) -> StateBytes:
+    """What of them lies in a tier, "device", "host" or "nvme", where they are offloaded.
 
-    In full precision too, where a master on the device is the parameter itself.
+    Masters and optimizer states lie in the optimizer's tier, in full precision too, where a master
+    on the device is the parameter itself; mean gradients in theirs. What gathers send, in the
+    compute dtype, has a tier of its own where the rank does not hold whole parameters.
 
-    Source: ZeRO-Offload, section 4.2, with fp32 gradients; docs/offload.md.
+    Sources: ZeRO-Offload, section 4.2; ZeRO-Infinity, section 5.1; with fp32 gradients.
     """
     if offload is None or offload.optimizer == "device":
         return StateBytes(parameters=0, gradients=0, optimizer=0)
-    states = StateBytes(
-        parameters=num_owned * widths.master,
-        gradients=num_owned * widths.gradient,
-        optimizer=num_owned * widths.optimizer,
+    holds_states = offload.optimizer == tier
+    masters = widths.master if holds_states else 0
+    values = values_beside_masters(stage, widths, offload) if offload.parameters == tier else 0
+    return StateBytes(
+        parameters=num_owned * (masters + values),
+        gradients=num_owned * widths.gradient if offload.gradients == tier else 0,
+        optimizer=num_owned * widths.optimizer if holds_states else 0,
     )
-    return replace(states, host=states.total)
+
+
+def values_beside_masters(stage: int, widths: ElementWidths, offload: Offload) -> int:
+    """Bytes per owned element of what gathers send, where that is kept beside the master.
+
+    In host memory it is made from masters that lie there; on NVMe it is read, and is the masters
+    themselves where they have the compute dtype.
+    """
+    if not _stage(stage).releases:
+        return 0
+    if offload.parameters == offload.optimizer:
+        is_read = offload.parameters == "nvme" and widths.compute != widths.master
+        return widths.compute if is_read else 0
+    return widths.compute
 
 
 def bytes_moved(
@@ -146,16 +170,81 @@ def bytes_moved(
     """Bytes that an owned element moves between device and host in a step, at most.
 
     Its gradient down once a backward, in the dtype on the wire; its value up once a step, in the
-    compute dtype. With parameters="host", at stage 3, up for each gather instead: two a backward.
+    compute dtype. With parameters="host" or "nvme", at stage 3, up for each gather instead: two a
+    backward.
 
     Source: ZeRO-Offload, section 3.3: 4 bytes with 16 bit and one backward, the least.
     """
     if offload is None or offload.optimizer == "device":
         return 0
-    comes_up = _stage(stage).releases and offload.parameters == "host"
+    comes_up = _stage(stage).releases and offload.parameters != "device"
     ups = 2 * backwards if comes_up else 1
     downs = backwards if widths.gradient else 0
     return downs * widths.wire + ups * widths.compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskTraffic:
+    """Bytes that are read from NVMe and written to it."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def __add__(self, other: DiskTraffic) -> DiskTraffic:
+        return DiskTraffic(read=self.read + other.read, written=self.written + other.written)
+
+    def __mul__(self, number: int) -> DiskTraffic:
+        return DiskTraffic(read=self.read * number, written=self.written * number)
+
+
+def optimizer_traffic(stage: int, widths: ElementWidths, offload: Offload) -> DiskTraffic:
+    """Bytes of an owned element that one step of the optimizer reads and writes on NVMe.
+
+    Its master and states both ways, its gradient where that lies there, and the value that gathers
+    read, where it is kept beside the master.
+
+    Source: ZeRO-Infinity, sections 4.1 and 5.1.2.
+    """
+    if offload.optimizer != "nvme":
+        return DiskTraffic(read=0, written=0)
+    states = widths.master + widths.optimizer
+    is_read = offload.parameters == "nvme"
+    return DiskTraffic(
+        read=states + (widths.gradient if offload.gradients == "nvme" else 0),
+        written=states + (values_beside_masters(stage, widths, offload) if is_read else 0),
+    )
+
+
+def gradient_traffic(widths: ElementWidths, offload: Offload, backwards: int = 1) -> DiskTraffic:
+    """Bytes of the means of an element that backwards write to NVMe, and read to add to them."""
+    if offload.gradients != "nvme":
+        return DiskTraffic(read=0, written=0)
+    return DiskTraffic(read=(backwards - 1) * widths.gradient, written=backwards * widths.gradient)
+
+
+def gather_traffic(stage: int, widths: ElementWidths, offload: Offload) -> DiskTraffic:
+    """Bytes of an owned element that a gather reads from NVMe."""
+    is_read = _stage(stage).releases and offload.parameters == "nvme"
+    return DiskTraffic(read=widths.compute if is_read else 0, written=0)
+
+
+def disk_traffic(
+    stage: int, widths: ElementWidths, offload: Offload | None, backwards: int = 1
+) -> DiskTraffic:
+    """Bytes that an owned element in training moves between host and NVMe in a step, at most.
+
+    At stage 3 there are two gathers a backward. The last unit of a forward is still there when its
+    backward begins, which saves its second one.
+    """
+    if offload is None:
+        return DiskTraffic(read=0, written=0)
+    gathers = gather_traffic(stage, widths, offload) * (2 * backwards)
+    gradients = gradient_traffic(widths, offload, backwards)
+    return gathers + gradients + optimizer_traffic(stage, widths, offload)
 
 
 def data_parallel_bytes(num_parameters: int, widths: ElementWidths = FP32) -> StateBytes:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from onecopy.planner.memory import KINDS
-from onecopy.planner.rows import ALL_HOST
+from onecopy.planner.recommend import PLACES, seconds
 from onecopy.planner.sizes import shown
 from onecopy.report.amounts import amount, unit_for
 
 if TYPE_CHECKING:
     from onecopy.planner.plan import Plan
-    from onecopy.planner.rows import Row
+    from onecopy.planner.rows import Outside, Row
 
 __all__ = ["Line", "Part", "footnotes", "heading", "label", "name_of", "parts", "unit_of"]
 
@@ -40,8 +40,9 @@ class Part:
 TITLES = {
     "device": "",
     "host": 'With states in host memory (ZeRO-Offload), offload="cpu"',
-    "nvme": "With states on NVMe (ZeRO-Infinity): a plan only, not in this version",
+    "nvme": 'With states on NVMe (ZeRO-Infinity), offload=Offload(optimizer="nvme", ...)',
 }
+TIER_WORDS = {"device": "", "host": " with offload", "nvme": " with offload to NVMe"}
 
 
 def heading(plan: Plan) -> str:
@@ -98,22 +99,49 @@ def _lines(plan: Plan, rows: tuple[Row, ...], tier: str) -> Iterator[Line]:
     yield line("all of it, at most", lambda row: row.memory.total, is_sum=True)
     capacity = amount(plan.options.capacity, unit).removesuffix(".0")
     yield Line(f"of {capacity} {unit}", tuple(map(_share, rows)), is_sum=True)
+    for other in PLACES:
+        if any(other in row.outside for row in rows):
+            yield from _lines_outside(plan, rows, other)
     if not is_device:
-        place = {"host": "in host memory", "nvme": "on NVMe"}[tier]
-        yield line(f"states {place}", lambda row: row.outside.rank if row.outside else None)
-        node = line("all ranks of a node", lambda row: row.outside.node if row.outside else None)
-        yield replace(node, is_sum=True)
-        if (known := plan.options.capacity_of(tier)) is not None:
-            limit = f"of {amount(known, unit).removesuffix('.0')} {unit}"
-            yield Line(limit, tuple(map(_share_outside, rows)), is_sum=True)
-    if tier == "host":
-        yield line(
-            "moved a step to and fro", lambda row: row.outside.moved if row.outside else None
-        )
+        yield line("moved a step to and fro", lambda row: row.moved)
+    if tier == "nvme":
+        yield line("read a step from NVMe", lambda row: row.swapped.read)
+        yield line("written a step to NVMe", lambda row: row.swapped.written)
+    yield from _lines_of_time(rows)
     if plan.options.devices > 1:
         yield line("sent a step inside nodes", lambda row: row.sent.inside)
         yield line("sent a step across nodes", lambda row: row.sent.across)
     yield Line("largest model that fits", tuple(map(_largest, rows)))
+
+
+def _lines_outside(plan: Plan, rows: tuple[Row, ...], tier: str) -> Iterator[Line]:
+    """What lies in a slower memory, by rank and by node."""
+    unit, found = unit_of(plan), [row.outside.get(tier) for row in rows]
+
+    def cells(cell: Callable[[Outside], str]) -> tuple[str, ...]:
+        return tuple("-" if one is None else cell(one) for one in found)
+
+    if any(one is not None and one.states for one in found):
+        yield Line(f"states {PLACES[tier]}", cells(lambda one: amount(one.states, unit)))
+    if any(one is not None and one.buffers for one in found):
+        yield Line(f"buffers {PLACES[tier]}", cells(lambda one: amount(one.buffers, unit)))
+    yield Line("all ranks of a node", cells(lambda one: amount(one.node, unit)), is_sum=True)
+    if (known := plan.options.capacity_of(tier)) is not None:
+        limit = f"of {amount(known, unit).removesuffix('.0')} {unit}"
+        yield Line(limit, cells(_share_outside), is_sum=True)
+
+
+def _lines_of_time(rows: tuple[Row, ...]) -> Iterator[Line]:
+    """Where speeds were said."""
+    lanes = {"s a step to and fro": "link", "s a step on NVMe": "nvme"}
+    for name, lane in lanes.items():
+        values = [getattr(row.seconds, lane) for row in rows]
+        if any(value is not None for value in values):
+            yield Line(name, tuple("-" if one is None else seconds(one) for one in values))
+    shares = [row.seconds.computing for row in rows]
+    if any(share is not None for share in shares):
+        cells = tuple("-" if share is None else f"{100 * share:.0f} %" for share in shares)
+        yield Line("computing, at least", cells)
 
 
 def footnotes(plan: Plan) -> Iterator[str]:
@@ -127,10 +155,7 @@ def footnotes(plan: Plan) -> Iterator[str]:
         yield "All of it is less than the sum: gradients come as activations go."
     if any(row.way.recompute for row in plan.rows):
         yield "*: activations of blocks are computed again in backward."
-    if any(row.way.offload == ALL_HOST for row in plan.rows):
-        yield '^: with parameters="host", too: each gather brings them up.'
-    if any(row.outside and row.outside.capacity is None for row in plan.rows):
-        yield "How much the host has is not known: say --host-memory, which limits the model, too."
+    yield from _notes_on_tiers(plan)
     if any(row.way.is_lean for row in plan.rows):
         yield '+: with master="bf16+16".'
     if plan.options.checkpoint_activations == "auto" and any(row.largest for row in plan.rows):
@@ -139,17 +164,40 @@ def footnotes(plan: Plan) -> Iterator[str]:
         yield f"{note[0].upper()}{note[1:]}."
 
 
+def _notes_on_tiers(plan: Plan) -> Iterator[str]:
+    """What is known of the memories outside the devices, and what is not."""
+    offloads = [row.way.offload for row in plan.rows if row.way.offload is not None]
+    if any(one.parameters == "host" for one in offloads):
+        yield '^: with parameters="host", too: each gather brings them up.'
+    if any(one.parameters == "nvme" for one in offloads):
+        yield 'v: with parameters="nvme", too: each gather reads them.'
+    if any(one.gradients != one.optimizer for one in offloads):
+        yield 'h: with gradients="host".'
+    known = plan.options.capacity_of
+    tiers = {tier for row in plan.rows for tier in row.outside if known(tier) is None}
+    if "host" in tiers:
+        yield "How much the host has is not known: say --host-memory, which limits the model, too."
+    if "nvme" in tiers:
+        yield "How much the drives have is not known: say --nvme, which limits the model, too."
+    if any(row.swapped.total and row.seconds.nvme is None for row in plan.rows):
+        yield "How long reads and writes take is not known: say --nvme-read and --nvme-write."
+    if any(row.seconds.computing is not None for row in plan.rows):
+        yield "Computing: the share of the time if nothing moved meanwhile; much of it does."
+
+
 def label(row: Row) -> str:
     """The stage, with the marks that `footnotes` explains."""
     way = row.way
     marks = ("*" if way.recompute else "") + ("+" if way.is_lean else "")
-    marks += "^" if way.offload == ALL_HOST else ""
+    if way.offload is not None:
+        marks += {"device": "", "host": "^", "nvme": "v"}[way.offload.parameters]
+        marks += "h" if way.offload.gradients != way.offload.optimizer else ""
     return f"stage {row.stage}{marks}"
 
 
 def name_of(row: Row) -> str:
     """The stage and the tier in words."""
-    return f"stage {row.stage}" + (" with offload" if row.way.offload else "")
+    return f"stage {row.stage}" + TIER_WORDS[row.way.tier]
 
 
 def _part(row: Row, kind: str) -> int | None:
@@ -160,9 +208,7 @@ def _share(row: Row) -> str:
     return f"{100 * row.share:.0f} %" if row.fits_device else "too much"
 
 
-def _share_outside(row: Row) -> str:
-    found = row.outside
-    assert found is not None, "a tier of its own"
+def _share_outside(found: Outside) -> str:
     assert found.capacity is not None, "it was asked before"
     return f"{100 * found.node / found.capacity:.0f} %" if found.fits else "too much"
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
 from onecopy.planner.activations import Activations
-from onecopy.planner.estimate import ElementWidths
+from onecopy.planner.estimate import DiskTraffic, ElementWidths
 from onecopy.planner.shapes import ModelShape
-from onecopy.planner.sized import SizedUnit, added, sized
+from onecopy.planner.sized import NOTHING, Placed, SizedUnit, added, sized
+from onecopy.planner.staging import staged_bytes
 from onecopy.report.states import StateBytes
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "memory_of",
     "moved_by",
     "sent_by",
+    "swapped_by",
 ]
 
 # What each part of a rank's memory is called.
@@ -42,9 +44,6 @@ KINDS = {
     "buffers": "gradients on their way",
     "activations": "activations",
 }
-
-
-NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,8 @@ class Memory:
     buffers: gradients of whole units on their way to their owners.
     activations: None where the model's shape does not tell.
     at_peak: the same at the moment when their sum is largest.
-    host: model states that lie in host memory, and not among all these.
+    host, nvme: model states that lie in host memory and on NVMe, and not among all these.
+    staged: buffers in host memory for what is on its way, likewise.
     """
 
     parameters: int
@@ -88,6 +88,13 @@ class Memory:
     activations: int | None
     at_peak: Mapping[str, int]
     host: StateBytes = NOTHING
+    nvme: StateBytes = NOTHING
+    staged: int = 0
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of host memory."""
+        return self.host.total + self.staged
 
     @property
     def states(self) -> int:
@@ -109,7 +116,13 @@ class Memory:
         mine, more = self.by_kind(), other.by_kind()
         both = {kind: (mine[kind] or 0) + (more[kind] or 0) for kind in KINDS}
         at_peak = {kind: self.at_peak[kind] + other.at_peak[kind] for kind in KINDS}
-        return Memory(**both, at_peak=at_peak, host=added([(1, self.host), (1, other.host)]))
+        return Memory(
+            **both,
+            at_peak=at_peak,
+            host=added([(1, self.host), (1, other.host)]),
+            nvme=added([(1, self.nvme), (1, other.nvme)]),
+            staged=self.staged + other.staged,
+        )
 
     def by_kind(self) -> dict[str, int | None]:
         """The parts by name, in the order of the table."""
@@ -142,9 +155,9 @@ def memory_of(
     """
     devices = cluster.devices
     units = list(sized(model, stage, devices, widths))
-    states = [(one.unit.count, *one.states(stage, devices)) for one in units]
+    states = [(one.unit.count, one.states(stage, devices)) for one in units]
     states += _uneven(units, stage, devices)
-    on_device = added((count, one) for count, one, _ in states)
+    on_device = added((count, one.device) for count, one in states)
     most = {
         "parameters": on_device.parameters,
         "gradients": on_device.gradients,
@@ -159,7 +172,9 @@ def memory_of(
         **most,
         activations=None if activations is None else activations.most,
         at_peak=max(moments, key=lambda moment: sum(moment.values())),
-        host=added((count, one) for count, _, one in states),
+        host=added((count, one.host) for count, one in states),
+        nvme=added((count, one.nvme) for count, one in states),
+        staged=staged_bytes(units, stage, devices),
     )
 
 
@@ -193,20 +208,21 @@ def _moments(
         yield {"gradients": here, "activations": (num_blocks + 1) * kept + last}
 
 
-def _uneven(
-    units: list[SizedUnit], stage: int, devices: int
-) -> list[tuple[int, StateBytes, StateBytes]]:
+def _uneven(units: list[SizedUnit], stage: int, devices: int) -> list[tuple[int, Placed]]:
     """What the fullest rank has more than the mean, where parameters are not cut."""
-    whole = [one for one in units if one.layout.is_whole]
-    if not whole or not STAGES[stage].shards_anything:
+    if not STAGES[stage].shards_anything or not any(one.layout.is_whole for one in units):
         return []
-    ranks = (
-        [(one.unit.count, *one.owned(stage, rank, devices)) for one in whole]
-        for rank in range(devices)
-    )
-    return max(
-        ranks, key=lambda parts: sum(count * (own.total + host.total) for count, own, host in parts)
-    )
+    ranks = (beside_mean(units, stage, rank, devices) for rank in range(devices))
+    return max(ranks, key=lambda parts: sum(count * own.total for count, own in parts))
+
+
+def beside_mean(
+    units: list[SizedUnit], stage: int, rank: int, devices: int
+) -> list[tuple[int, Placed]]:
+    """What a rank has more than the mean, where parameters are not cut, by number of units."""
+    return [
+        (one.unit.count, one.owned(stage, rank, devices)) for one in units if one.layout.is_whole
+    ]
 
 
 def _gathered(units: list[SizedUnit], prefetch_bytes: int | None) -> int:
@@ -315,4 +331,22 @@ def moved_by(
         own = one.stage(stage)
         moved = estimate.bytes_moved(own, one.state_widths, one.offload, backwards)
         total += one.unit.count * -(-one.layout.padded_numel // owners) * moved
+    return total
+
+
+def swapped_by(
+    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, backwards: int
+) -> DiskTraffic:
+    """Bytes that a rank reads from NVMe and writes to it per step, at most."""
+    total = DiskTraffic(read=0, written=0)
+    for one in sized(model, stage, cluster.devices, widths):
+        if one.offload is None:
+            continue
+        own, states = one.stage(stage), one.state_widths
+        if one.unit.trainable:
+            each = estimate.disk_traffic(own, states, one.offload, backwards)
+        else:
+            each = estimate.gather_traffic(own, states, one.offload) * (2 * backwards)
+        owners = cluster.devices if STAGES[stage].shards_anything else 1
+        total += each * (one.unit.count * -(-one.layout.padded_numel // owners))
     return total

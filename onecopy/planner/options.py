@@ -9,7 +9,14 @@ from typing import Any
 
 from onecopy.config import DTYPE_NAMES, STAGES, Precision
 from onecopy.errors import ConfigError
-from onecopy.options import bytes_of, check_choices, check_least, describe, unknown_setting
+from onecopy.options import (
+    bytes_of,
+    check_choices,
+    check_least,
+    describe,
+    speed_of,
+    unknown_setting,
+)
 from onecopy.planner.memory import Cluster
 
 __all__ = ["OPTIMIZERS", "CommandOptions", "PlanOptions"]
@@ -56,9 +63,35 @@ class PlanOptions:
     nvme: str | None = field(
         default=None,
         metadata=describe(
-            "what the NVMe drives of a node can hold; shows what ZeRO-Infinity would do, which "
-            "this version cannot",
+            "what the NVMe drives of a node can hold for all its devices; shows what states on "
+            "them would do",
             metavar="SIZE",
+        ),
+    )
+    nvme_read: str | None = field(
+        default=None,
+        metadata=describe(
+            "what the drives of a node read per second, all together: 6GB/s; with --nvme-write "
+            "bytes become seconds (onecopy doctor --nvme measures both)",
+            metavar="SPEED",
+        ),
+    )
+    nvme_write: str | None = field(
+        default=None,
+        metadata=describe("what they write per second", metavar="SPEED"),
+    )
+    host_link: str | None = field(
+        default=None,
+        metadata=describe(
+            "what one device and its host exchange per second, in each direction: 12GB/s",
+            metavar="SPEED",
+        ),
+    )
+    device_tflops: float | None = field(
+        default=None,
+        metadata=describe(
+            "10^12 operations that a device really does per second; with the speeds, which share "
+            "of the time it computes"
         ),
     )
     sequence: int | None = field(
@@ -120,6 +153,13 @@ class PlanOptions:
         for size in (self.host_memory, self.nvme):
             if size is not None:
                 bytes_of(size)
+        for speed in (self.nvme_read, self.nvme_write, self.host_link):
+            if speed is not None:
+                speed_of(speed)
+        if (self.nvme_read is None) != (self.nvme_write is None):
+            raise ConfigError(
+                "a step reads from NVMe and writes to it: say --nvme-read and --nvme-write, or none"
+            )
 
     @property
     def cluster(self) -> Cluster:
@@ -136,6 +176,11 @@ class PlanOptions:
         """Bytes of a node's host memory or NVMe ("host", "nvme"); None where it is not said."""
         size = {"host": self.host_memory, "nvme": self.nvme}.get(tier)
         return None if size is None else bytes_of(size)
+
+    def speed_of(self, lane: str) -> int | None:
+        """Bytes per second of "nvme_read", "nvme_write" or "host_link"; None if it is not said."""
+        speed: str | None = getattr(self, lane)
+        return None if speed is None else speed_of(speed)
 
     @property
     def policy(self) -> Precision:
@@ -208,4 +253,5 @@ _LEAST: dict[str, float] = {
     "accumulate": 1,
     "layers": 1,
     "hidden": 1,
+    "device_tflops": 1e-9,
 }

@@ -15,17 +15,18 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from onecopy.config import STAGES, Precision
+from onecopy.config import STAGES, TIERS, Precision
 from onecopy.core.stages import STAGES as TABLE
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.recommend import Recommendation, advice_for, recommend
-from onecopy.planner.rows import ALL_HOST, HOST, Question, Row, Way
+from onecopy.planner.rows import ALL_HOST, ALL_NVME, HOST, NVME, Question, Row, Way, offloads
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sources import Origin, read_model
 
 __all__ = ["Plan", "plan"]
 
-TIERS = ("device", "host", "nvme")
+# Of all ways to place states those that a table has a column for.
+SHOWN = (None, HOST, ALL_HOST, NVME, ALL_NVME)
 
 
 def plan(model: Any, **settings: Any) -> Plan:
@@ -36,8 +37,9 @@ def plan(model: Any, **settings: Any) -> Plan:
             folder with one, "module:function" (called on the meta device), a config object of
             transformers, a module, or a function that returns one.
         settings: fields of `onecopy.planner.options.PlanOptions`: devices, devices_per_node,
-            device_memory, host_memory, nvme, sequence, micro_batch, accumulate, optimizer,
-            precision, checkpoint_activations, stage, layers, hidden.
+            device_memory, host_memory, nvme, nvme_read, nvme_write, host_link, device_tflops,
+            sequence, micro_batch, accumulate, optimizer, precision,
+            checkpoint_activations, stage, layers, hidden.
 
     Raises:
         ConfigError: the model cannot be found or built, or a setting does not fit.
@@ -69,7 +71,7 @@ class Plan:
         """One for each stage and tier; one more where what is recommended is none of them.
 
         Host memory is shown where its size is said, or where nothing fits on the devices; NVMe
-        where its size is said.
+        where its size is said, or where nothing fits into the host memory that was said.
         """
         found = self.recommended
         rows = self._of_stages
@@ -103,36 +105,29 @@ class Plan:
     @cached_property
     def _of_stages(self) -> tuple[Row, ...]:
         """Rows with activations kept, or computed again where that is needed."""
-        rows = (*self._all, *self._planned)
-        plain = (row for row in rows if row.way.policy == self.options.policy)
+        shown = (row for row in self._all if row.way.offload in SHOWN)
+        plain = (row for row in shown if row.way.policy == self.options.policy)
         alike = [list(rows) for _, rows in groupby(plain, key=_stage_and_tier)]
         return tuple(next((row for row in rows if row.fits), rows[-1]) for rows in alike)
 
     @cached_property
     def _all(self) -> list[Row]:
         rows = [self.question.row(way) for way in self._ways()]
-        if self.options.host_memory is None and any(row.fits for row in rows):
-            return rows
-        return rows + [self.question.row(way) for way in self._offloaded()]
+        options = self.options
+        if options.host_memory is not None or not any(row.fits for row in rows):
+            rows += [self.question.row(way) for way in self._offloaded("host")]
+        is_bounded = options.host_memory is not None and not any(row.fits for row in rows)
+        if options.nvme is not None or is_bounded:
+            rows += [self.question.row(way) for way in self._offloaded("nvme")]
+        return rows
 
-    @cached_property
-    def _planned(self) -> list[Row]:
-        """What no version can do so far, where it was asked for."""
-        if self.options.nvme is None:
-            return []
-        return [
-            self.question.row(replace(way, nvme=True))
-            for way in self._offloaded()
-            if way.offload == ALL_HOST
-        ]
-
-    def _offloaded(self) -> Iterator[Way]:
-        """The ways that keep states in host memory."""
+    def _offloaded(self, tier: str) -> Iterator[Way]:
+        """The ways that keep states in host memory, or on NVMe."""
         # Split masters keep half of each in the parameters, on the device.
         ways = [way for way in self._ways() if not way.is_lean]
-        for offload in (HOST, ALL_HOST):
+        for offload in offloads(tier, releases=True):
             for way in ways:
-                if offload == HOST or TABLE[way.stage].releases:
+                if offload in offloads(tier, releases=TABLE[way.stage].releases):
                     yield replace(way, offload=offload)
 
     def _ways(self) -> Iterator[Way]:
@@ -194,19 +189,18 @@ def _stage_and_tier(row: Row) -> tuple[object, ...]:
 
 def _row_as_dict(row: Row) -> dict[str, Any]:
     way = row.way
-    outside = None
-    if row.outside is not None:
-        outside = {**asdict(row.outside), "fits": row.outside.fits}
     return {
         "stage": row.stage,
         "recompute": way.recompute,
         "precision": asdict(way.policy),
-        "offload": None if way.offload is None or way.nvme else asdict(way.offload),
+        "offload": None if way.offload is None else asdict(way.offload),
         "tier": way.tier,
-        "is_in_this_version": not way.nvme,
         "memory": {**row.memory.by_kind(), "total": row.memory.total},
         "at_peak": dict(row.memory.at_peak),
-        "outside": outside,
+        "outside": {tier: {**asdict(one), "fits": one.fits} for tier, one in row.outside.items()},
+        "moved": row.moved,
+        "swapped": asdict(row.swapped),
+        "seconds": asdict(row.seconds),
         "fits": row.fits,
         "fits_device": row.fits_device,
         "paper_state_bytes": row.paper,

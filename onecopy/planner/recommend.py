@@ -1,8 +1,8 @@
 """The fastest way that fits: which one, why, and how it is written.
 
-Fastest means, in this order: states on the device; the fewest elements sent; no activation computed
-twice; masters in one piece; parameters on the device; the optimizer's step shared out over the
-ranks; no gathers; the least memory.
+Fastest means, in this order: states on the device, then in host memory, then on NVMe; the fewest
+elements sent; parameters, then gradients in the fastest memory; no activation computed twice;
+masters in one piece; the optimizer's step shared out over the ranks; no gathers; the least memory.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from onecopy.config import Config, Precision
+from onecopy.config import TIERS, Config, Offload, Precision
 from onecopy.core.stages import STAGES
 from onecopy.planner.memory import KINDS
 from onecopy.planner.options import OPTIMIZERS
-from onecopy.planner.rows import ALL_HOST, Question, Row
+from onecopy.planner.rows import NVME_PATH, Outside, Question, Row
 from onecopy.planner.sources import Origin
 from onecopy.report.amounts import amount, unit_for
 
-__all__ = ["Recommendation", "advice_for", "preference", "recommend"]
+__all__ = ["PLACES", "Recommendation", "advice_for", "preference", "recommend", "seconds"]
+
+PLACES = {"host": "in host memory", "nvme": "on NVMe"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,10 @@ def _order(row: Row, devices: int) -> tuple[object, ...]:
     )
     # What travels between device and host in each step costs more than messages do.
     messages, *rest = order
-    moved = 0 if row.outside is None else row.outside.moved
-    return (way.offload is not None, messages, way.offload == ALL_HOST, *rest, moved)
+    offload = way.offload or Offload()
+    tiers = [TIERS.index(tier) for tier in (way.tier, offload.parameters, offload.gradients)]
+    slowest, *moving = tiers
+    return (slowest, messages, *moving, *rest, row.moved + row.swapped.total)
 
 
 def preference(
@@ -101,8 +105,8 @@ def preference(
 
 def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[str]:
     options, way = question.options, row.way
-    if row.outside is not None:
-        yield from _reasons_for_offload(row, considered)
+    if way.offload is not None:
+        yield from _reasons_for_offload(row, way.offload, considered)
     alike = [one for one in considered if one.way.tier == way.tier]
     yield _reason_for_stage(row, alike, options.devices)
     if way.recompute:
@@ -132,25 +136,67 @@ def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[st
     yield "init_sharded: no process builds the whole model, values are made unit by unit"
 
 
-def _reasons_for_offload(row: Row, considered: list[Row]) -> Iterable[str]:
+OPTION = {"host": "--host-memory", "nvme": "--nvme"}
+
+
+def _reasons_for_offload(row: Row, offload: Offload, considered: list[Row]) -> Iterable[str]:
     """Why states leave the device, and what that takes elsewhere."""
-    outside = row.outside
-    assert outside is not None, "an offloaded row"
     on_device = [one for one in considered if one.way.offload is None]
     least = min(on_device, key=lambda one: one.memory.total)
-    what = "masters, gradients and optimizer states"
-    if row.way.offload == ALL_HOST:
-        what = "parameters, gradients and optimizer states"
-    unit, moved = unit_for(outside.node), unit_for(outside.moved)
+    names = ["parameters" if row.way.moves_parameters else "masters", "optimizer states"]
+    if offload.gradients == offload.optimizer:
+        names.insert(1, "gradients")
+    what = ", ".join(names[:-1]) + f" and {names[-1]}"
     yield (
         f"offload: with all on the devices stage {least.stage} needs least, {_needs(least)}; with "
-        f"{what} in host memory a device needs {_needs(row)}, and a rank moves "
-        f"{amount(outside.moved, moved)} {moved} to and fro a step (docs/offload.md)"
+        f"{what} {PLACES[row.way.tier]} a device needs {_needs(row)}, and a rank moves "
+        f"{_size(row.moved)} to and fro a step (docs/offload.md)"
     )
-    known = "which is not checked: say --host-memory"
-    if outside.capacity is not None:
-        known = f"of {amount(outside.capacity, unit)} {unit}"
-    yield f"each node needs {amount(outside.node, unit)} {unit} of host memory for that, {known}"
+    if row.way.tier == "nvme":
+        yield from _reasons_for_nvme(row, considered)
+    for tier, outside in row.outside.items():
+        unit = unit_for(outside.node)
+        known = f"which is not checked: say {OPTION[tier]}"
+        if outside.capacity is not None:
+            known = f"of {amount(outside.capacity, unit)} {unit}"
+        yield (
+            f"each node needs {amount(outside.node, unit)} {unit} {PLACES[tier]} for that, {known}"
+        )
+
+
+def _reasons_for_nvme(row: Row, considered: list[Row]) -> Iterable[str]:
+    """Why not in host memory, and what reads and writes cost."""
+    above = [one for one in considered if one.way.tier == "host" and one.fits_device]
+    if above:
+        least = min(above, key=lambda one: one.outside["host"].node)
+        yield (
+            f"NVMe: in host memory stage {least.stage} takes "
+            f"{_of_capacity(least.outside['host'])} of each node"
+        )
+    swapped = row.swapped
+    text = (
+        f"a rank reads {_size(swapped.read)} from NVMe a step and writes {_size(swapped.written)}"
+    )
+    if row.seconds.nvme is not None:
+        text += f", {seconds(row.seconds.nvme)} s for a node if reads and writes follow each other"
+    yield text
+
+
+def seconds(value: float) -> str:
+    """In three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _of_capacity(found: Outside) -> str:
+    unit = unit_for(found.node)
+    if found.capacity is None:
+        return f"{amount(found.node, unit)} {unit}"
+    return f"{amount(found.node, unit)} of {amount(found.capacity, unit)} {unit}"
+
+
+def _size(num_bytes: int) -> str:
+    unit = unit_for(num_bytes)
+    return f"{amount(num_bytes, unit)} {unit}"
 
 
 def _reason_for_stage(row: Row, considered: list[Row], devices: int) -> str:
@@ -209,22 +255,24 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
 
 
 def _with_offload(rows: list[Row]) -> Iterable[str]:
-    """What states in host memory leave on a device, and why that does not do either."""
-    if not rows:
-        return
-    on_device = [row for row in rows if row.fits_device]
-    if not on_device:
-        least = min(rows, key=lambda row: row.memory.total)
-        yield f"with states in host memory stage {least.stage} still needs {_needs(least)}"
-        return
-    row = min(on_device, key=lambda row: row.outside.node if row.outside else 0)
-    if row.outside is not None and row.outside.capacity is not None:
-        unit = unit_for(row.outside.node)
-        yield (
-            f"with states in host memory stage {row.stage} fits on the devices, with "
-            f"{_needs(row)}, but takes {amount(row.outside.node, unit)} of "
-            f"{amount(row.outside.capacity, unit)} {unit} of each node's host memory"
-        )
+    """What states in slower memory leave on a device, and why that does not do either."""
+    for tier, place in PLACES.items():
+        of_tier = [row for row in rows if row.way.tier == tier]
+        on_device = [row for row in of_tier if row.fits_device]
+        if of_tier and not on_device:
+            least = min(of_tier, key=lambda row: row.memory.total)
+            yield f"with states {place} stage {least.stage} still needs {_needs(least)}"
+        if on_device:
+            row = min(on_device, key=lambda row: sum(one.node for one in row.outside.values()))
+            takes = [
+                f"{_of_capacity(one)} {PLACES[name]}"
+                for name, one in row.outside.items()
+                if not one.fits
+            ]
+            yield (
+                f"with states {place} stage {row.stage} fits on the devices, with {_needs(row)}, "
+                f"but each node takes {' and '.join(takes)}"
+            )
 
 
 def _enough_devices(question: Question, row: Row) -> int | None:
@@ -236,7 +284,7 @@ def _enough_devices(question: Question, row: Row) -> int | None:
         per_node = options.cluster.devices_per_node
         more = replace(options, devices=devices, devices_per_node=per_node)
         other = Question(question.shape, more)
-        if other.fits_all(row.way, other.memory(row.way, question.shape)):
+        if other.fits_all(other.memory(row.way, question.shape)):
             return devices
     return None
 
@@ -279,6 +327,7 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
             f"    model = {origin.build}",
             *wrapping,
             f"optimizer = torch.optim.{optimizer}",
+            *_where(config),
             *_call(config),
             "",
         ]
@@ -312,14 +361,18 @@ def _checkpointing(
     return lines, ("from torch.utils.checkpoint import checkpoint",)
 
 
+def _where(config: Config) -> list[str]:
+    """What only the user knows of the drives."""
+    if isinstance(config.offload, Offload) and config.offload.path == NVME_PATH:
+        return [f"# {NVME_PATH}: a folder on each node's drive"]
+    return []
+
+
 def _call(config: Config) -> list[str]:
     """The call of shard, in as many lines as it needs."""
     settings = [f"stage={config.stage}", f"precision={_written(config.precision_policy)}"]
-    if config.offload == ALL_HOST:
-        parts = ", ".join(f'{name}="host"' for name in ("optimizer", "gradients", "parameters"))
-        settings.append(f"offload=onecopy.Offload({parts})")
-    elif config.offload is not None:
-        settings.append('offload="cpu"')
+    if isinstance(config.offload, Offload):
+        settings.append(f"offload={config.offload.written()}")
     arguments = ["model", "optimizer", *settings]
     call = f"onecopy.shard({', '.join(arguments)})"
     if len(call) <= LINE:

@@ -6,13 +6,14 @@ hybrid groups) adds a field to `Way`, and its cost to `Question.row`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from onecopy.config import Offload, Precision
-from onecopy.planner import estimate
+from onecopy.planner import estimate, papers
 from onecopy.planner.activations import Batch, activations_of
-from onecopy.planner.estimate import ElementWidths
+from onecopy.planner.estimate import DiskTraffic
 from onecopy.planner.memory import (
     Memory,
     Sent,
@@ -20,14 +21,31 @@ from onecopy.planner.memory import (
     memory_of,
     moved_by,
     sent_by,
+    swapped_by,
 )
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
 
-__all__ = ["ALL_HOST", "HOST", "Question", "Row", "Way"]
+__all__ = [
+    "ALL_HOST",
+    "ALL_NVME",
+    "HOST",
+    "NVME",
+    "NVME_PATH",
+    "Outside",
+    "Question",
+    "Row",
+    "Seconds",
+    "Way",
+    "offloads",
+]
 
+# In recommended code, to be replaced.
+NVME_PATH = "/nvme"
 HOST = Offload(optimizer="host", gradients="host")
-ALL_HOST = Offload(optimizer="host", gradients="host", parameters="host")
+ALL_HOST = replace(HOST, parameters="host")
+NVME = Offload(optimizer="nvme", gradients="nvme", path=NVME_PATH)
+ALL_NVME = replace(NVME, parameters="nvme")
 
 USUAL_SEQUENCE = 2048
 
@@ -37,15 +55,13 @@ class Way:
     """How to train.
 
     recompute: activations of blocks are computed again in backward. offload: which states leave
-    the device. nvme: they would go to NVMe instead of host memory, which is a plan only: this
-    version cannot do it (ZeRO-Infinity).
+    the device.
     """
 
     stage: int
     policy: Precision
     recompute: bool = False
     offload: Offload | None = None
-    nvme: bool = False
 
     @property
     def is_lean(self) -> bool:
@@ -55,26 +71,64 @@ class Way:
     @property
     def tier(self) -> str:
         """The slowest memory in which states lie: "device", "host" or "nvme"."""
-        return "nvme" if self.nvme else "device" if self.offload is None else "host"
+        return "device" if self.offload is None else self.offload.optimizer
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Each gather brings up what this rank owns of the parameters."""
+        return self.offload is not None and self.offload.parameters != "device"
+
+
+def offloads(tier: str, *, releases: bool) -> list[Offload]:
+    """What states in a tier, "host" or "nvme", may mean, the fastest first.
+
+    Args:
+        releases: ranks do not keep whole parameters, so that what they own of them may leave, too.
+    """
+    if tier == "host":
+        return [HOST, ALL_HOST] if releases else [HOST]
+    on_host = replace(NVME, gradients="host")
+    found = [on_host, NVME]
+    if releases:
+        found += [replace(on_host, parameters="host"), replace(NVME, parameters="host"), ALL_NVME]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """Bytes of states in a slower memory than the device's: host memory or NVMe.
+    """Bytes in a slower memory than the device's: host memory or NVMe.
 
-    rank: of one rank. node: of all ranks of a node. capacity: of a node; None where it is not said.
-    moved: between there and the device, by a rank per step.
+    states: of one rank. buffers: of one rank, for what is on its way. node: both, of all ranks of a
+    node. capacity: of a node; None where it is not said.
     """
 
-    rank: int
+    states: int
+    buffers: int
     node: int
     capacity: int | None
-    moved: int
 
     @property
     def fits(self) -> bool:
         """As far as is known."""
         return self.capacity is None or self.node <= self.capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """How long what moves between tiers takes in a step, where speeds are said.
+
+    link: between a device and its host. nvme: between a host and its drives, reads and writes one
+    after the other. computing: share of the time in which the device computes, at the least: as if
+    nothing moved while it did (ZeRO-Infinity, equation 6).
+    """
+
+    link: float | None = None
+    nvme: float | None = None
+    computing: float | None = None
+
+
+NO_TRAFFIC = DiskTraffic(read=0, written=0)
+NOT_KNOWN = Seconds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +141,9 @@ class Row:
     largest: parameters of the largest model of such blocks that fits; None where not even one
         block does, where the model has no repeated blocks, or where the capacity of the tier in
         which states lie is not said.
-    outside: what lies in host memory or on NVMe, if anything does.
+    outside: what lies in host memory and on NVMe, by tier, if anything does.
+    moved: bytes between a device and its host per step. swapped: between the host and NVMe, of a
+        rank. seconds: how long both take.
     """
 
     way: Way
@@ -97,7 +153,10 @@ class Row:
     sent: Sent
     messages: Fraction
     largest: int | None
-    outside: Outside | None = None
+    outside: Mapping[str, Outside] = field(default_factory=dict)
+    moved: int = 0
+    swapped: DiskTraffic = NO_TRAFFIC
+    seconds: Seconds = NOT_KNOWN
 
     @property
     def stage(self) -> int:
@@ -110,7 +169,7 @@ class Row:
     @property
     def fits(self) -> bool:
         """In all tiers, as far as their capacity is known."""
-        return self.fits_device and (self.outside is None or self.outside.fits)
+        return self.fits_device and all(one.fits for one in self.outside.values())
 
     @property
     def share(self) -> float:
@@ -148,6 +207,9 @@ class Question:
             numel = self.shape.num_parameters
             paper = estimate.paper_state_bytes(way.stage, numel, devices, states)
         memory = self.memory(way, self.shape)
+        shape = self.shape.with_offload(way.offload)
+        moved = moved_by(shape, way.stage, options.cluster, widths, options.accumulate)
+        swapped = swapped_by(shape, way.stage, options.cluster, widths, options.accumulate)
         return Row(
             way=way,
             memory=memory,
@@ -156,23 +218,54 @@ class Question:
             sent=sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate),
             messages=messages,
             largest=self._largest(way),
-            outside=self._outside(way, memory, widths),
+            outside=self._outside(memory),
+            moved=moved,
+            swapped=swapped,
+            seconds=self._seconds(way, moved, swapped),
         )
 
-    def _outside(self, way: Way, memory: Memory, widths: ElementWidths) -> Outside | None:
-        if way.offload is None:
-            return None
-        options, shape = self.options, self.shape.with_offload(way.offload)
-        return Outside(
-            rank=memory.host.total,
-            node=self._of_node(memory),
-            capacity=options.capacity_of(way.tier),
-            moved=moved_by(shape, way.stage, options.cluster, widths, options.accumulate),
-        )
+    def _outside(self, memory: Memory) -> dict[str, Outside]:
+        """By tier, of those in which something lies."""
+        options, found = self.options, {}
+        parts = {"host": (memory.host.total, memory.staged), "nvme": (memory.nvme.total, 0)}
+        for tier, (states, buffers) in parts.items():
+            if states or buffers:
+                found[tier] = Outside(
+                    states=states,
+                    buffers=buffers,
+                    node=(states + buffers) * options.cluster.devices_per_node,
+                    capacity=options.capacity_of(tier),
+                )
+        return found
 
-    def _of_node(self, memory: Memory) -> int:
-        """Bytes of all of a node's ranks outside their devices."""
-        return memory.host.total * self.options.cluster.devices_per_node
+    def _seconds(self, way: Way, moved: int, swapped: DiskTraffic) -> Seconds:
+        options = self.options
+        link, reads, writes = map(options.speed_of, ("host_link", "nvme_read", "nvme_write"))
+        on_link = moved / link if link is not None and moved else None
+        on_nvme = None
+        if reads is not None and writes is not None and swapped.total:
+            # The drives of a node serve all its ranks.
+            node = swapped * options.cluster.devices_per_node
+            on_nvme = node.read / reads + node.written / writes
+        is_known = (on_link is not None or not moved) and (on_nvme is not None or not swapped.total)
+        seconds = (on_link or 0) + (on_nvme or 0)
+        computing = None
+        if options.device_tflops is not None and is_known and seconds:
+            num_bytes = moved + swapped.total
+            computing = papers.efficiency(
+                self._operations(way) / num_bytes,
+                num_bytes / seconds,
+                options.device_tflops * 1e12,
+            )
+        return Seconds(link=on_link, nvme=on_nvme, computing=computing)
+
+    def _operations(self, way: Way) -> int:
+        """Of a device per step: two a parameter and token in forward, twice that in backward.
+
+        Source: ZeRO-Infinity, section 4.1.
+        """
+        tokens = self.batch.samples * self.batch.sequence * self.batch.backwards
+        return (8 if way.recompute else 6) * tokens * self.shape.num_parameters
 
     def memory(self, way: Way, shape: ModelShape) -> Memory:
         """The memory of a rank that trains `shape`, which may be another size of the model."""
@@ -188,13 +281,12 @@ class Question:
 
     def fits(self, way: Way, num_blocks: int) -> bool:
         """Whether the model would fit with so many blocks."""
-        return self.fits_all(way, self.memory(way, self.shape.with_blocks(num_blocks)))
+        return self.fits_all(self.memory(way, self.shape.with_blocks(num_blocks)))
 
-    def fits_all(self, way: Way, memory: Memory) -> bool:
+    def fits_all(self, memory: Memory) -> bool:
         """Whether this much of each tier is there, as far as is known."""
-        capacity = self.options.capacity_of(way.tier)
-        fits = memory.total <= self.options.capacity
-        return fits and (capacity is None or self._of_node(memory) <= capacity)
+        outside = self._outside(memory).values()
+        return memory.total <= self.options.capacity and all(one.fits for one in outside)
 
     def _largest(self, way: Way) -> int | None:
         """Doubles the blocks until they do not fit, then halves the interval.

@@ -14,7 +14,23 @@ from onecopy.planner.estimate import ElementWidths
 from onecopy.planner.shapes import ModelShape, UnitShape
 from onecopy.report.states import StateBytes
 
-__all__ = ["SizedUnit", "added", "sized"]
+__all__ = ["Placed", "SizedUnit", "added", "sized"]
+
+NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Model states by the tier in which they lie."""
+
+    device: StateBytes = NOTHING
+    host: StateBytes = NOTHING
+    nvme: StateBytes = NOTHING
+
+    @property
+    def total(self) -> int:
+        """Bytes in all tiers."""
+        return self.device.total + self.host.total + self.nvme.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +92,18 @@ class SizedUnit:
         offload = self.unit.offload
         if offload is None or offload.optimizer == "device":
             return None
-        return offload if self.unit.trainable or offload.parameters == "host" else None
+        return offload if self.unit.trainable or offload.parameters != "device" else None
 
-    def owned(self, stage: int, rank: int, devices: int) -> tuple[StateBytes, StateBytes]:
-        """What a rank owns of a unit with whole parameters more than the mean over ranks.
-
-        On the device, and in host memory.
-        """
+    def owned(self, stage: int, rank: int, devices: int) -> Placed:
+        """What a rank owns of a unit with whole parameters more than the mean over ranks."""
         mean = -(-self.layout.padded_numel // devices)
         more = self.layout.slice_numels[rank] - mean
-        all_ = estimate.owned_bytes(self.stage(stage), more, self.state_widths, self.offload)
-        host = estimate.host_bytes(more, self.state_widths, self.offload)
-        return _less(all_, host), host
+        own, widths, offload = self.stage(stage), self.state_widths, self.offload
+        all_ = estimate.owned_bytes(own, more, widths, offload)
+        host, nvme = (
+            estimate.tier_bytes(tier, own, more, widths, offload) for tier in ("host", "nvme")
+        )
+        return Placed(device=_less(all_, host, nvme), host=host, nvme=nvme)
 
     def gradients_kept(self, stage: int) -> int:
         """Bytes of local gradients that stay between steps."""
@@ -96,11 +112,15 @@ class SizedUnit:
 
     def mean_kept(self, stage: int, devices: int) -> int:
         """Bytes of the mean gradient that a device has of it after a backward."""
-        on_device, _ = self.states(stage, devices)
-        return on_device.gradients - self.gradients_kept(stage)
+        return self.states(stage, devices).device.gradients - self.gradients_kept(stage)
 
-    def states(self, stage: int, devices: int) -> tuple[StateBytes, StateBytes]:
-        """Of one such unit, on the device and in host memory."""
+    def slice_numel(self, stage: int, devices: int) -> int:
+        """Elements of the unit that a rank owns, with its flags: as long as a mean gradient."""
+        owners = devices if STAGES[self.stage(stage)].shards_anything else 1
+        return -(-self.layout.gradient_numel // owners)
+
+    def states(self, stage: int, devices: int) -> Placed:
+        """Of one such unit."""
         widths, stage, offload = self.state_widths, self.stage(stage), self.offload
         owners = devices if STAGES[stage].shards_anything else 1
         # Gradient buffers are longer, by the flags that ride along.
@@ -108,23 +128,29 @@ class SizedUnit:
         all_, with_flags = (
             estimate.state_bytes(stage, numel, devices, widths, offload) for numel in (flat, wide)
         )
-        host, host_with_flags = (
-            estimate.host_bytes(-(-numel // owners), widths, offload) for numel in (flat, wide)
-        )
-        on_host = StateBytes(
-            parameters=host.parameters,
-            gradients=host_with_flags.gradients,
-            optimizer=host.optimizer,
-        )
-        return _less(replace(all_, gradients=with_flags.gradients), on_host), on_host
+
+        def placed(tier: str) -> StateBytes:
+            states, longer = (
+                estimate.tier_bytes(tier, stage, -(-numel // owners), widths, offload)
+                for numel in (flat, wide)
+            )
+            return StateBytes(
+                parameters=states.parameters,
+                gradients=longer.gradients,
+                optimizer=states.optimizer,
+            )
+
+        host, nvme = placed("host"), placed("nvme")
+        all_ = replace(all_, gradients=with_flags.gradients)
+        return Placed(device=_less(all_, host, nvme), host=host, nvme=nvme)
 
 
-def _less(states: StateBytes, host: StateBytes) -> StateBytes:
-    """What lies on the device of these states, of which those of `host` do not."""
+def _less(states: StateBytes, *others: StateBytes) -> StateBytes:
+    """What lies on the device of these states, of which those of `others` do not."""
     return StateBytes(
-        parameters=states.parameters - host.parameters,
-        gradients=states.gradients - host.gradients,
-        optimizer=states.optimizer - host.optimizer,
+        parameters=states.parameters - sum(one.parameters for one in others),
+        gradients=states.gradients - sum(one.gradients for one in others),
+        optimizer=states.optimizer - sum(one.optimizer for one in others),
     )
 
 

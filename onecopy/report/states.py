@@ -11,13 +11,14 @@ __all__ = ["StateBytes"]
 class StateBytes:
     """Bytes of model states on one rank: parameters with their masters, gradients, optimizer.
 
-    host: how many of all these lie in host memory, where states are offloaded.
+    host, nvme: how many of all these lie in host memory and on NVMe, where states are offloaded.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     host: int = 0
+    nvme: int = 0
 
     @property
     def total(self) -> int:
@@ -27,4 +28,4 @@ class StateBytes:
     @property
     def device(self) -> int:
         """What of it lies on the device."""
-        return self.total - self.host
+        return self.total - self.host - self.nvme
