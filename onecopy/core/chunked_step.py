@@ -109,7 +109,7 @@ class _Slot:
 class _OnDisk:
     """Stands for a state that has gone to disk."""
 
-    kind: Kind
+    dtype: torch.dtype
 
 
 class ChunkedStep:
@@ -162,6 +162,8 @@ class ChunkedStep:
     def settle(self, unit: Unit, pieces: Iterable[nn.Parameter]) -> None:
         """Bring to disk what somebody has touched, loaded or put into `optimizer.state` since."""
         unit.slice.settle()
+        if unit.gradients is not None:
+            unit.gradients.put_away()
         for piece in pieces:
             for name, value in list(self._optimizer.state.get(piece, {}).items()):
                 found = self.find(piece, name)
@@ -173,18 +175,21 @@ class ChunkedStep:
     def _adopt(self, unit: Unit, piece: nn.Parameter, name: str, value: torch.Tensor) -> None:
         """A state in memory goes to disk."""
         index = next(one for one, own in unit.slice.pieces.items() if own is piece)
-        state = self._make(unit, piece, index, (name, value.dtype))
+        state = self._make(unit, piece, index, name, value.dtype)
         state.whole.copy_(unit.slice.from_piece(index, value))
         state.rest()
 
-    def _make(self, unit: Unit, piece: nn.Parameter, index: int, kind: Kind) -> Swapped:
+    def _make(
+        self, unit: Unit, piece: nn.Parameter, index: int, name: str, dtype: torch.dtype
+    ) -> Swapped:
         """A state that can rest on disk, instead of what the optimizer has; its values are junk."""
         files, place = _disk_of(unit).files, unit.slice.place_of(index)
-        whole = torch.empty(place.numel, dtype=kind[1])
+        whole = torch.empty(place.numel, dtype=dtype)
         view = unit.slice.as_piece(index, whole.detach())
-        state = Swapped(files, files.array(*kind), place.start, whole, (view,))
-        self._on_disk.setdefault(piece, {})[kind[0]] = state
-        self._optimizer.state[piece][kind[0]] = view
+        state = Swapped(files, _kind(name, dtype), place.start)
+        state.take(whole, (view,))
+        self._on_disk.setdefault(piece, {})[name] = state
+        self._optimizer.state[piece][name] = view
         return state
 
     def _follow(self, unit: Unit) -> None:
@@ -228,7 +233,7 @@ class ChunkedStep:
     def _kinds_of(self, piece: nn.Parameter) -> list[Kind]:
         on_disk = self._on_disk.get(piece, {})
         return [
-            (name, on_disk[name].whole.dtype)
+            _kind(name, on_disk[name].whole.dtype)
             for name in self._optimizer.state.get(piece, {})
             if name in on_disk
         ]
@@ -238,9 +243,10 @@ class ChunkedStep:
         slot.begin()
         files = _disk_of(unit).files
         kinds = [_disk_of(unit).master_kind]
+        gradient = unit.gradients.kind_on_disk if unit.gradients is not None else None
         kinds += dict.fromkeys(kind for part in parts for kind in self._kinds_of(part.piece))
         chunk = _Chunk(unit, low, high, parts, slot, kinds)
-        for kind in kinds:
+        for kind in kinds if gradient is None else [*kinds, gradient]:
             target = chunk.tensors[kind] = slot.take(high - low, kind[1])
             chunk.reads.append(files.lane.read(files.array(*kind), low, target))
         return chunk
@@ -270,8 +276,10 @@ class ChunkedStep:
         return self._write(chunk, made)
 
     def _gradient(self, chunk: _Chunk, part: _Part) -> torch.Tensor:
-        gradient = part.piece.grad
-        assert gradient is not None, "only such parts are in a chunk"
+        gradient, gradients = part.piece.grad, chunk.unit.gradients
+        assert gradient is not None and gradients is not None, "only such parts are in a chunk"
+        if gradients.kind_on_disk is not None and gradients.is_on_disk(gradient):
+            return chunk.of(gradients.kind_on_disk, part)
         owned = chunk.unit.slice
         flat = owned.from_piece(part.index, gradient)[part.first : part.last]
         return owned.as_piece(part.index, flat)
@@ -280,7 +288,7 @@ class ChunkedStep:
         """What the optimizer has kept for a part; of counters a copy, other parts need them too."""
         on_disk = self._on_disk.get(part.piece, {})
         return {
-            name: chunk.of((name, on_disk[name].whole.dtype), part)
+            name: chunk.of(_kind(name, on_disk[name].whole.dtype), part)
             if name in on_disk
             else copy.deepcopy(value)
             for name, value in self._optimizer.state[part.piece].items()
@@ -297,8 +305,8 @@ class ChunkedStep:
                 self._refuse_uncut(chunk, part, name, value)
                 left[name] = value
                 continue
-            kind = name, value.dtype
-            left[name] = _OnDisk(kind)
+            kind = _kind(name, value.dtype)
+            left[name] = _OnDisk(value.dtype)
             if kind not in chunk.tensors:
                 chunk.tensors[kind] = chunk.memory.take(chunk.high - chunk.low, value.dtype)
             if kind not in chunk.kinds:
@@ -333,10 +341,10 @@ class ChunkedStep:
         for name, value in left.items():
             if not isinstance(value, _OnDisk):
                 state[name] = value
-            elif name in known and known[name].whole.dtype == value.kind[1]:
+            elif name in known and known[name].whole.dtype == value.dtype:
                 state[name] = before[name]
             else:
-                self._make(unit, piece, part.index, value.kind).leave()
+                self._make(unit, piece, part.index, name, value.dtype).leave()
         for name in known.keys() - state.keys():
             del known[name]
 
@@ -371,6 +379,11 @@ def _parts(unit: Unit, groups: Mapping[nn.Parameter, int], low: int, high: int) 
         if piece in groups and first < last:
             begin, end = first - place.start, last - place.start
             yield _Part(piece, index, groups[piece], first, begin, end)
+
+
+def _kind(name: str, dtype: torch.dtype) -> Kind:
+    """The kind of what the optimizer calls so: it may have a "master" of its own."""
+    return f"optimizer.{name}", dtype
 
 
 def _is_like(name: str, value: Any, piece: nn.Parameter) -> bool:

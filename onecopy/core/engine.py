@@ -31,6 +31,9 @@ __all__ = ["Engine"]
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
+# Units that are read from disk before their turn (ZeRO-Infinity, section 6.2).
+FETCHED_AHEAD = 3
+
 
 class Engine:
     """The units of one model and the verbs on them.
@@ -250,7 +253,11 @@ class Engine:
     def _prefetch(self) -> None:
         """Start the gathers of the next units, as far ahead as the configuration allows."""
         limit, ahead = self.config.prefetch_bytes, 0
-        for unit in self.schedule.upcoming():
+        upcoming = self.schedule.upcoming()
+        for unit in upcoming[:FETCHED_AHEAD]:
+            if unit.state is UnitState.SHARDED:
+                unit.slice.start_fetch()
+        for unit in upcoming:
             if unit.state is UnitState.GATHERED:
                 # In use now, and needed again later: it will be gathered then.
                 continue

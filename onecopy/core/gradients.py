@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onecopy.core.layout import Layout, Piece, Span
+from onecopy.core.swapped import Swapped
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     from onecopy.core.loss_scale import LossScale
     from onecopy.core.offload import Arriving
     from onecopy.core.stages import Stage
+    from onecopy.core.swapped import Kind
     from onecopy.core.unit import Unit
 
 __all__ = ["Gradients"]
+
+MEAN = "mean"
 
 
 class Gradients:
@@ -80,6 +84,8 @@ class Gradients:
         # Where gradients are offloaded: a mean on its way to host memory, and its flags.
         self._lane = unit.slice.lane
         self._arriving: tuple[Arriving, list[bool] | None] | None = None
+        # Where they are to be on disk: the mean, once there has been one.
+        self._on_disk: Swapped | None = None
         self._unit_flag: torch.Tensor | None = None
         self._own_flag = False
         self._flag_is_wanted = False
@@ -262,7 +268,47 @@ class Gradients:
         if self._loss_scale is not None and self.found_inf is not None:
             pieces = result.split_with_sizes(self._split_sizes)[1::2]
             self._loss_scale.unscale(pieces, self.found_inf)
-        self._accumulate(result, flags)
+        with self.at_hand(changes=True):
+            self._accumulate(result, flags)
+        self.put_away(behind=True)
+
+    # On disk ----------------------------------------------------------------------------------
+
+    @property
+    def kind_on_disk(self) -> Kind | None:
+        """The kind of state that the mean is, where it rests on disk."""
+        on_disk = self._on_disk
+        if on_disk is None or on_disk.is_joined or on_disk.whole is not self.mean:
+            return None
+        return MEAN, on_disk.whole.dtype
+
+    def is_on_disk(self, gradient: torch.Tensor) -> bool:
+        """Whether this gradient of a piece is a part of the mean that rests there."""
+        return self._on_disk is not None and self._on_disk.stands_for(gradient)
+
+    @contextmanager
+    def at_hand(self, *, changes: bool) -> Iterator[None]:
+        """Inside, the mean is in memory; afterwards it is where it was before."""
+        if self.kind_on_disk is None or self._on_disk is None:
+            yield
+            return
+        with self._on_disk.at_hand(changes=changes):
+            yield
+
+    def put_away(self, *, behind: bool = False) -> None:
+        """The mean goes to disk, where it is to be; `behind`: the write may go on."""
+        disk, mean = self.unit.slice.disk, self.mean
+        if disk is None or not disk.has_gradients or mean is None:
+            return
+        kind = (MEAN, mean.dtype)
+        views = [piece.grad for _, piece in self._owned if piece.grad is not None]
+        views = [view for view in views if view._base is mean]
+        if self._on_disk is None:
+            self._on_disk = Swapped(disk.files, kind)
+        if self._on_disk.whole is not mean or not all(map(self._on_disk.stands_for, views)):
+            self._on_disk.join()
+            self._on_disk.take(mean, views)
+        self._on_disk.rest(behind=behind)
 
     def read_unit_flag(self) -> bool:
         """Whether any rank had set the flag of the last reduce (waits for an accelerator)."""
@@ -274,7 +320,8 @@ class Gradients:
         mean = self.mean
         self.clear(keep_means=not set_to_none)
         if mean is not None and not set_to_none:
-            mean.zero_()
+            with self.at_hand(changes=True):
+                mean.zero_()
         self.forget_overflow()
 
     def clear(self, *, keep_means: bool = False) -> None:

@@ -154,7 +154,8 @@ def place_units(
     placement = Placement(
         lane=lane,
         parameters=offload.parameters,
-        gradients=offload.gradients,
+        # What exists within backward alone has no use for a disk.
+        gradients="host" if config.step_in_backward else offload.gradients,
         disk=_disk_lane(offload, events, rank),
     )
     return list(_first_of(specs, offload.fraction, placement))

@@ -349,12 +349,28 @@ class OwnedGradients:
             self.settle()
         self._norms.clear()
         numbers = range(len(self._pieces)) if unit is None else self._numbers.get(unit, [])
-        pieces = [self._pieces[number] for number in numbers]
-        grads = [piece.grad for piece in pieces if piece is not None]
         if unit is None:
             self._wholes.change(lambda whole: whole.mul_(factor))
-        for device, present in _by_device([grad for grad in grads if grad is not None]).items():
-            torch._foreach_mul_(present, factor.to(device))
+        for at_hand in self._at_hand(numbers, changes=True):
+            pieces = [self._pieces[number] for number in at_hand]
+            grads = [piece.grad for piece in pieces if piece is not None]
+            for device, present in _by_device(one for one in grads if one is not None).items():
+                torch._foreach_mul_(present, factor.to(device))
+
+    def _at_hand(self, numbers: Iterable[int], *, changes: bool) -> Iterator[list[int]]:
+        """These numbers in groups: those whose gradients are in memory, and then, unit by unit,
+        those that are brought from disk and go back there.
+        """
+        groups: dict[Unit | None, list[int]] = {}
+        for number in numbers:
+            gradients = self._units[number].gradients
+            is_away = gradients is not None and gradients.kind_on_disk is not None
+            groups.setdefault(self._units[number] if is_away else None, []).append(number)
+        yield groups.pop(None, [])
+        for unit, group in groups.items():
+            assert unit is not None and unit.gradients is not None, "what is on disk has a unit"
+            with unit.gradients.at_hand(changes=changes):
+                yield group
 
     def change(
         self, number: int, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -407,17 +423,18 @@ class OwnedGradients:
         self, local: torch.Tensor, order: float, numbers: Iterable[int]
     ) -> torch.Tensor:
         """Put norms to the power of their order into their places; largest magnitudes for inf."""
-        pieces = [(number, self._pieces[number]) for number in numbers]
-        grads = [
-            (number, piece.grad)
-            for number, piece in pieces
-            if piece is not None and piece.grad is not None
-        ]
-        if grads:
-            norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=local.dtype)
-            values = torch.stack([norm.to(local) for norm in norms])
-            is_inf = order == float("inf")
-            local[[number for number, _ in grads]] = values if is_inf else values**order
+        for at_hand in self._at_hand(numbers, changes=False):
+            pieces = [(number, self._pieces[number]) for number in at_hand]
+            grads = [
+                (number, piece.grad)
+                for number, piece in pieces
+                if piece is not None and piece.grad is not None
+            ]
+            if grads:
+                norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=local.dtype)
+                values = torch.stack([norm.to(local) for norm in norms])
+                is_inf = order == float("inf")
+                local[[number for number, _ in grads]] = values if is_inf else values**order
         return local
 
     def _refuse_taken(self, stand_in: OwnedGradient) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from onecopy.core.offload import HOST
 from onecopy.core.slice_on_disk import SliceOnDisk
 from onecopy.core.split import SplitMaster
+from onecopy.core.swapped import SliceFiles
 from onecopy.core.views import view_of
 from onecopy.errors import ShardingError
 
@@ -129,8 +130,13 @@ class OwnedSlice:
         if parameters == "host":
             self._kept = master.to(compute, copy=True)
         values = compute if parameters == "nvme" else None
-        numel, pieces = self._layout.strides[self.rank], self.pieces.values()
-        self.disk = SliceOnDisk(placement.disk, name, numel, master, pieces, values)
+        self.disk = SliceOnDisk(
+            SliceFiles(placement.disk, name, self._layout.strides[self.rank]),
+            master,
+            self.pieces.values(),
+            values=values,
+            has_gradients=placement.gradients == "nvme",
+        )
         self._resting = self.disk.master
 
     @property
@@ -194,6 +200,8 @@ class OwnedSlice:
             if self._stays:
                 return self.own if self._kept is None else self._kept
             self._placement.lane.up(self.own, self._fetched(), self._name)
+            if self.disk is not None:
+                self.disk.let_go()
             return self.own
         if self._resting is not None:
             self._resting.rest()

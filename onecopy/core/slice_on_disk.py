@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onecopy.core.swapped import Moving, SliceFiles, Swapped
+from onecopy.core.swapped import Swapped
 
 if TYPE_CHECKING:
-    from onecopy.core.swapped import DiskLane, Kind
+    from onecopy.core.swapped import Kind, Moving, SliceFiles
 
 __all__ = ["SliceOnDisk"]
 
@@ -26,9 +26,9 @@ class SliceOnDisk:
         files: those of the unit.
         master: the masters, at rest between steps.
         master_kind: the kind of state that they are.
+        has_gradients: owned gradients are to rest on disk, too.
 
     Args:
-        numel: of the unit's files.
         master: (s,) in host memory; its values go to disk.
         pieces: its views.
         values: the dtype of the values that gathers read from disk; None where memory has them.
@@ -36,16 +36,18 @@ class SliceOnDisk:
 
     def __init__(
         self,
-        lane: DiskLane,
-        unit: str,
-        numel: int,
+        files: SliceFiles,
         master: torch.Tensor,
         pieces: Collection[nn.Parameter],
+        *,
         values: torch.dtype | None,
+        has_gradients: bool,
     ) -> None:
-        self.files = SliceFiles(lane, unit, numel)
+        self.has_gradients = has_gradients
+        self.files = files
         self.master_kind: Kind = ("master", master.dtype)
-        self.master = Swapped(self.files, self.files.array(*self.master_kind), 0, master, pieces)
+        self.master = Swapped(self.files, self.master_kind)
+        self.master.take(master, pieces)
         # What gathers read; the masters themselves where they have its dtype.
         self._values: Kind | None = None if values is None else ("values", values)
         if values == master.dtype:

@@ -5,7 +5,10 @@ lies in a file, in the order of the owned slice. The tensors that stand for them
 and wear a guard, so that whoever touches one finds its values, read at that moment; what was
 touched is written back with the next step.
 
-    resting --join--> in memory --rest--> resting
+    resting --join--> in memory --rest--> (being written) --> resting
+
+Of what was touched the longest ago goes back to disk when more is in memory than buffers may hold:
+a loop over all states of a model never has all of them.
 
 Source: ZeRO-Infinity (Rajbhandari et al. 2021), sections 5.1 and 6.3.
 """
@@ -13,7 +16,9 @@ Source: ZeRO-Infinity (Rajbhandari et al. 2021), sections 5.1 and 6.3.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,15 +63,42 @@ class DiskLane:
 
     Attributes:
         folder: where the files are.
-        buffer_bytes: how much host memory reads ahead and writes behind may take.
+        buffer_bytes: how much host memory may be read ahead, written behind, or kept after a touch.
     """
 
     def __init__(self, folder: SwapFolder, buffer_bytes: int, events: Events) -> None:
         self.folder = folder
         self.buffer_bytes = buffer_bytes
         self._events = events
-        weakref.finalize(self, folder.close)
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._behind: deque[Swapped] = deque()
+        # In the order of their last touch.
+        self._touched: dict[Swapped, None] = {}
+        weakref.finalize(self, folder.close)
+
+    def write_behind(self, one: Swapped) -> None:
+        """Its write has begun; those before it are waited for as far as memory is to be bounded."""
+        self._behind.append(one)
+        while sum(each.whole.nbytes for each in self._behind) > self.buffer_bytes // 2:
+            self._behind.popleft().finish()
+
+    def drain(self) -> None:
+        """Wait for all writes that are behind."""
+        while self._behind:
+            self._behind.popleft().finish()
+
+    def note_touch(self, one: Swapped, tensors: Collection[torch.Tensor]) -> None:
+        """It is in memory now; others go back to disk, but for those that are used together."""
+        self._touched.pop(one, None)
+        self._touched[one] = None
+        total = sum(each.whole.nbytes for each in self._touched if each.is_joined)
+        for each in list(self._touched):
+            if total <= self.buffer_bytes:
+                return
+            if each is not one and not any(map(each.stands_for, tensors)):
+                total -= each.whole.nbytes if each.is_joined else 0
+                each.rest()
+                del self._touched[each]
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) host memory for direct transfers, which `give_back` takes again."""
@@ -128,21 +160,30 @@ class Swapped:
         is_joined: they are in memory, and somebody may have changed them.
     """
 
-    def __init__(
-        self,
-        files: SliceFiles,
-        array: SwapArray,
-        start: int,
-        whole: torch.Tensor,
-        views: Collection[torch.Tensor],
-    ) -> None:
-        self.whole, self.array, self.start = whole, array, start
-        self.is_joined = True
+    def __init__(self, files: SliceFiles, kind: Kind, start: int = 0) -> None:
+        self.array, self.start = files.array(*kind), start
+        self.whole = torch.empty(0, dtype=kind[1])
+        self.is_joined = False
         self._lane = files.lane
-        self._views = views
-        self._plain = [type(view) for view in views]
-        guards = {kind: guard_class(kind, weakref.ref(self)) for kind in set(self._plain)}
-        self._guards = [guards[kind] for kind in self._plain]
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._plain: list[type[torch.Tensor]] = []
+        self._guards: dict[type[torch.Tensor], type[torch.Tensor]] = {}
+        self._num_owners = 0
+        self._writing: Moving | None = None
+
+    def take(self, whole: torch.Tensor, views: Iterable[torch.Tensor]) -> None:
+        """Stand for these values, which are in memory, from now on.
+
+        Args:
+            whole: 1-D, with a storage of its own.
+            views: those of its views that wear the guard while they rest.
+        """
+        self.finish()
+        self.whole, self._views = whole, tuple(views)
+        self.is_joined = True
+        self._plain = [type(view) for view in self._views]
+        for kind in set(self._plain) - self._guards.keys():
+            self._guards[kind] = guard_class(kind, weakref.ref(self))
         self._num_owners = buffers.num_owners(whole)
 
     @property
@@ -157,45 +198,93 @@ class Swapped:
     def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
         """Views are about to be used (see `guard.Gatherer`)."""
         self.join()
+        self._lane.note_touch(self, tensors)
 
     def is_released(self, parameter: torch.Tensor) -> bool:
         """Whether a view should wear its guard."""
         return not self.is_joined
 
     def join(self) -> None:
-        """Read the values; nothing happens where they are in memory."""
+        """Bring the values into memory; nothing happens where they are there."""
         if self.is_joined:
             return
-        buffers.grow(self.whole)
-        self._lane.read(self.array, self.start, self.whole).wait()
+        if self._writing is not None:
+            (writing, self._writing) = (self._writing, None)
+            writing.wait()
+        else:
+            buffers.grow(self.whole)
+            self._lane.read(self.array, self.start, self.whole).wait()
         self.is_joined = True
         for view, plain in zip(self._views, self._plain, strict=True):
             view.__class__ = plain
 
-    def rest(self) -> None:
-        """Write the values, and give their memory back."""
-        if self.is_joined:
-            self._lane.write(self.array, self.start, self.whole).wait()
-            self.leave()
+    def rest(self, *, behind: bool = False) -> None:
+        """Write the values, and give their memory back.
+
+        Args:
+            behind: the write may go on; `finish` waits for it.
+        """
+        if not self.is_joined:
+            if not behind:
+                self.finish()
+            return
+        writing = self._lane.write(self.array, self.start, self.whole)
+        if not self._can_leave():
+            writing.wait()
+            return
+        self._put_guards()
+        self._writing = writing
+        if behind:
+            self._lane.write_behind(self)
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the write, if one is under way."""
+        if self._writing is not None:
+            (writing, self._writing) = (self._writing, None)
+            writing.wait()
+            buffers.free(self.whole)
 
     def leave(self) -> None:
-        """Give the memory back of values that the file has; not while somebody has a view of it."""
-        is_held = buffers.num_owners(self.whole) > self._num_owners
-        if self.is_joined and not is_held and self.whole.untyped_storage().resizable():
+        """Give the memory back of values that the file has."""
+        if self.is_joined and self._can_leave():
+            self._put_guards()
             buffers.free(self.whole)
-            for view, guard in zip(self._views, self._guards, strict=True):
-                view.__class__ = guard
-            self.is_joined = False
+
+    @contextmanager
+    def at_hand(self, *, changes: bool) -> Iterator[None]:
+        """Inside, the values are in memory; afterwards they are where they were before."""
+        was_joined = self.is_joined
+        self.join()
+        yield
+        if was_joined:
+            return
+        if changes:
+            self.rest(behind=True)
+        else:
+            self.leave()
 
     def follow(self) -> None:
         """The file has new values: who holds a view of the memory sees them, too."""
         if self.is_joined:
             self._lane.read(self.array, self.start, self.whole).wait()
 
+    def _can_leave(self) -> bool:
+        """Nobody else has a view of the memory."""
+        is_held = buffers.num_owners(self.whole) > self._num_owners
+        return not is_held and self.whole.untyped_storage().resizable()
+
+    def _put_guards(self) -> None:
+        self.is_joined = False
+        for view, plain in zip(self._views, self._plain, strict=True):
+            view.__class__ = self._guards[plain]
+
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Elements of it: a view, or a copy while they rest."""
         if self.is_joined:
             return self.whole[start:stop]
+        self.finish()
         values = self.whole.new_empty(0).new_empty(stop - start)
         self._lane.read(self.array, self.start + start, values).wait()
         return values

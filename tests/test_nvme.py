@@ -1,0 +1,92 @@
+"""States on disk: the same training to the last bit, in memory that does not grow with the model."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onecopy import Offload, Precision
+from tests.pool import Pool
+from tests.runs import Plan, Run, train
+from tests.test_offload import check_equal
+
+# Each unit of the models below is several chunks.
+SMALL = 1 << 20
+WORLDS, STAGES = (1, 2, 3), (0, 1, 2, 3)
+OPTIMIZERS = ("momentum", "sgd", "adamw_fused", "adamw")
+
+
+def on_disk(path: Path, gradients: str = "nvme", parameters: str = "device") -> Offload:
+    """Masters and optimizer states there, the others where it is said."""
+    return Offload(
+        optimizer="nvme",
+        gradients=gradients,
+        parameters=parameters,
+        path=str(path),
+        buffer_bytes=SMALL,
+    )
+
+
+def both(plan: Plan, offload: Offload, reference: Any = None) -> tuple[Run, Run]:
+    """The same training with states on the device (or as `reference` says), and on disk."""
+    settings = {**plan.settings, **({} if reference is None else {"offload": reference})}
+    plain = train(replace(plan, settings=settings))
+    return plain, train(replace(plan, settings={**plan.settings, "offload": offload}))
+
+
+CASES = [
+    *itertools.product(WORLDS, STAGES, OPTIMIZERS, ("host", "nvme"), ("device",)),
+    *itertools.product(WORLDS, (3,), OPTIMIZERS, ("host", "nvme"), ("host", "nvme")),
+]
+
+
+@pytest.mark.sampled(
+    "world, stage, optimizer, gradients, parameters",
+    CASES,
+    6,
+    always=[
+        (2, 3, "adamw_fused", "nvme", "nvme"),
+        (2, 1, "momentum", "nvme", "device"),
+        (1, 0, "adamw_fused", "host", "device"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpt", "tied"])
+def test_fp32_training_is_the_same(  # noqa: PLR0913
+    pool: Pool,
+    tmp_path: Path,
+    name: str,
+    world: int,
+    stage: int,
+    optimizer: str,
+    gradients: str,
+    parameters: str,
+) -> None:
+    """With accumulation, local sums and clipping."""
+    plan = Plan(
+        name=name, stage=stage, optimizer=optimizer, backwards=2, no_sync=True, max_grad_norm=0.5
+    )
+    check_equal(pool.run(world, both, plan, on_disk(tmp_path, gradients, parameters)))
+    assert not list(tmp_path.iterdir()), "files were left"
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "step in backward": {"step_in_backward": True, "max_grad_norm": 0.5},
+    "whole parameters": {"whole_parameters": True},
+    "kept gathered": {"keep_gathered": ("blocks.1",)},
+    "no prefetch": {"prefetch_bytes": 0},
+    "bf16 on fp32 wires": {"precision": Precision(compute="bf16", reduce="fp32")},
+    "bf16 gradients": {"precision": Precision(compute="bf16", gradient="bf16")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+def test_with_other_settings(pool: Pool, tmp_path: Path, way: str, parameters: str) -> None:
+    """Whatever else is switched on."""
+    plan = Plan(name="gpt", stage=3, optimizer="momentum", settings=WAYS[way])
+    check_equal(pool.run(2, both, plan, on_disk(tmp_path, "nvme", parameters)))
