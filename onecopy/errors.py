@@ -10,6 +10,7 @@ OneCopyError
 |- CheckpointError         a file of weights is missing, damaged, or does not fit the model
 |  `- SavePendingError     a checkpoint of the model is still being written
 |- RunError                a run's folder is missing, damaged, or in use by another run
+|- SwapError               states on disk cannot be made, read or written
 |- CommunicationError      a transfer failed: a peer died, or the connection broke
 `- LaunchError             a rank process that onecopy started has failed
 
@@ -30,6 +31,7 @@ __all__ = [
     "RunError",
     "SavePendingError",
     "ShardingError",
+    "SwapError",
     "UnitStateError",
 ]
 
@@ -72,6 +74,10 @@ class SavePendingError(CheckpointError):
 
 class RunError(OneCopyError, RuntimeError):
     """The folder of a run is missing, damaged, or holds another run."""
+
+
+class SwapError(OneCopyError, RuntimeError):
+    """States that are kept on disk cannot be made there, read or written."""
 
 
 class CommunicationError(OneCopyError, RuntimeError):
