@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
 try:
@@ -53,6 +53,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"onecopy: --seed {config.option.seed}" + (" --all" if config.option.all else "")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> Generator[None, None, None]:
+    """Say each failure in full at the end: of a long log perhaps only the last lines are seen.
+
+    pytest's own summary has the first line of it.
+    """
+    yield
+    for report in (*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = crash.message if crash is not None else report.longrepr
+        terminalreporter.write_line(f"{report.nodeid}: {text}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

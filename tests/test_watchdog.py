@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +32,8 @@ from tests.pool import Pool, RankError
 from tests.runs import OPTIMIZERS
 
 SOON = 0.3
+# A late rank that was not told of by then says what was told instead.
+PATIENCE = 40.0
 
 
 def _store() -> dist.Store:
@@ -36,22 +41,28 @@ def _store() -> dist.Store:
 
 
 class Heard(logging.Handler):
-    """What is logged and has `words`; at the first, `then` is called and the late rank may go on.
+    """What is logged and has all `words`; at the first, `then` is called and the late rank goes on.
 
-    On a busy machine ranks stand still for a moment at other places too.
+    On a busy machine ranks stand still for a moment at other places too, and may come so late to
+    where they wait that what is told first is not yet all: that is told again.
     """
 
-    def __init__(self, words: str = "until_told", then: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, *words: str, late: str = "until_told", then: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self._words, self._then = words, then
+        self._words, self._then = (late, *words), then
         logging.getLogger("onecopy").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._words in record.getMessage():
-            self.texts.append(record.getMessage())
+        text = record.getMessage()
+        if all(word in text for word in self._words):
+            self.texts.append(text)
             self._then()
             _store().set("told", "")
+        else:
+            _store().append("told instead", f"\n{text}")
 
     def close(self) -> None:
         logging.getLogger("onecopy").removeHandler(self)
@@ -60,7 +71,12 @@ class Heard(logging.Handler):
 
 def until_told() -> None:
     """What a rank does that is late."""
+    given_up_at = time.monotonic() + PATIENCE
     while not _store().check(["told"]):
+        if time.monotonic() > given_up_at:
+            _store().append("told instead", "")
+            instead = _store().get("told instead").decode()
+            raise AssertionError(f"not told of, but this was: {instead or 'nothing'}")
         time.sleep(0.02)
 
 
@@ -104,36 +120,36 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, late: int | None 
 
 
 def late_data(stage: int) -> list[str]:
-    """The last rank's third batch is late."""
-    heard = Heard()
+    """The last rank's third batch is late; both others wait for it."""
+    heard = Heard("ranks 0-1: each waits", "step 3")
     _train(*_sharded(stage, stall_seconds=1.0), late=dist.get_world_size() - 1)
     heard.close()
     return heard.texts
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_late_batch_is_told_once_with_its_line(pool: Pool, stage: int) -> None:
+def test_a_late_batch_is_told_with_its_line(pool: Pool, stage: int) -> None:
     """One of two ranks that wait tells, and names verb, unit, step and the line."""
     *waiters, other = pool.run(3, late_data, stage)
     assert other == []
-    (text,) = (text for texts in waiters for text in texts)
-    teller = int(waiters[0] == [])
+    # Another one tells, too, where the first one falls silent for a moment.
+    teller, text = next((rank, text) for rank, texts in enumerate(waiters) for text in texts)
     waiting, late = text.index("ranks 0-1: each waits"), text.index("rank 2 does not wait")
-    assert late < waiting, "those that the others wait for come first"
-    assert "until_told()  # late in the data" in text[late:waiting]
-    assert "between two steps, step 3" in text[late:waiting]
+    assert late < waiting, f"those that the others wait for come first: {text}"
+    assert "until_told()  # late in the data" in text[late:waiting], text
+    assert "between two steps, step 3" in text[late:waiting], text
     verb = "gather" if stage == 3 else "reduce"
-    assert (
-        f"training stands still: rank {teller} has waited 1 s: it waits for the {verb} of unit"
-        in text
+    title = (
+        rf"training stands still: rank {teller} has waited \d+ s: it waits for the {verb} of unit "
+        r".* \(.*, step 3\)"
     )
-    assert "step 3" in text.splitlines()[0]
-    assert "model(batch)" in text[waiting:]
+    assert re.fullmatch(title, text.splitlines()[0]), text
+    assert "model(batch)" in text[waiting:], text
 
 
 def late_forward() -> list[str]:
     """Rank 1 is late inside the second block's forward, with the third under way already."""
-    heard = Heard()
+    heard = Heard("(backward, step 4)")
     model, optimizer = _sharded(3)
     _train(model, optimizer)
     if dist.get_rank() == 1:
@@ -147,17 +163,17 @@ def test_a_late_forward_is_told_with_its_line(pool: Pool) -> None:
     """The line is that of the module, inside forward."""
     (text, *_), late = pool.run(2, late_forward)
     assert late == []
-    assert "(backward, step 4)" in text.splitlines()[0]
+    assert "(backward, step 4)" in text.splitlines()[0], text
     row = text[text.index("rank 1 does not wait") : text.index("rank 0 waits")]
-    assert "unit 1 (Block), forward, step 4" in row
-    assert "self.act()  # late in forward" in row
+    assert "unit 1 (Block), forward, step 4" in row, text
+    assert "self.act()  # late in forward" in row, text
 
 
 def stopped() -> list[str]:
     """Rank 1 is stopped by a signal, and goes on when it was told of."""
     model, optimizer = _sharded(2)
     pids: list[int] = onecopy.handle.of(model).engine.share(os.getpid(), "numbers of processes")
-    heard = Heard("is stopped (kill", lambda: os.kill(int(pids[1]), signal.SIGCONT))
+    heard = Heard(late="is stopped (kill", then=lambda: os.kill(int(pids[1]), signal.SIGCONT))
     _train(model, optimizer)
     # It has said where it is before it falls silent: its watchdog looks now and then only.
     while not _store().check([f"onecopy/watchdog/answer/{dist.get_rank()}"]):
@@ -174,16 +190,16 @@ def test_a_stopped_process_is_told_to_be_stopped(pool: Pool) -> None:
     """It does not answer; where it was is what it said last."""
     (text, *_), late = pool.run(2, stopped)
     assert late == []
-    assert "rank 1 does not answer, its process is stopped (kill -CONT" in text
-    assert "(process PID on " in text
-    assert "last heard of at use " in text
+    assert "rank 1 does not answer, its process is stopped (kill -CONT" in text, text
+    assert "(process PID on " in text, text
+    assert "last heard of at use " in text, text
 
 
 def late_save(root: str, how: str) -> list[str]:
     """Rank 1 writes its part of a checkpoint late."""
     from onecopy.checkpoint import saving
 
-    heard = Heard()
+    heard = Heard("waits for the others in a checkpoint")
     model, optimizer = _sharded(2)
     _train(model, optimizer)
     if dist.get_rank() == 1:
@@ -212,14 +228,14 @@ def test_a_late_part_of_a_checkpoint_is_told(pool: Pool, tmp_path: Path, how: st
     (text, *_), late = pool.run(2, late_save, str(tmp_path / "run"), how)
     assert late == []
     title = text.splitlines()[0]
-    assert "waits for the others in a checkpoint" in title
-    assert title.startswith("training" if how == "save" else "a checkpoint")
-    assert "until_told()  # late on the disk" in text[text.index("rank 1 does not wait") :]
+    assert "waits for the others in a checkpoint" in title, text
+    assert title.startswith("training" if how == "save" else "a checkpoint"), text
+    assert "until_told()  # late on the disk" in text[text.index("rank 1 does not wait") :], text
 
 
 def late_shard() -> list[str]:
     """Rank 1 builds its model late: it has no watchdog yet."""
-    heard = Heard("rank 1 has not come")
+    heard = Heard(late="rank 1 has not come")
     dist.barrier()
     if dist.get_rank() == 1:
         until_told()
@@ -233,8 +249,8 @@ def test_a_rank_that_has_not_come_to_shard_is_told(pool: Pool) -> None:
     """The others wait in shard for it."""
     (text, *_), late = pool.run(2, late_shard)
     assert late == []
-    assert "rank 1 has not come to onecopy.shard yet" in text
-    assert "it waits for the others to agree, in shard" in text
+    assert "rank 1 has not come to onecopy.shard yet" in text, text
+    assert "it waits for the others to agree, in shard" in text, text
 
 
 def diverge() -> None:
@@ -255,7 +271,7 @@ def silent() -> tuple[list[str], list[str]]:
     """Without a number of seconds nothing watches; the late rank comes by itself."""
     import threading
 
-    heard = Heard("stands still")
+    heard = Heard(late="stands still")
     model, optimizer = _sharded(3, stall_seconds=None)
     if dist.get_rank() == 1:
         time.sleep(1.0)
@@ -271,19 +287,29 @@ def test_it_can_be_switched_off(pool: Pool) -> None:
 
 
 def test_the_lowest_rank_that_waits_tells(caplog: pytest.LogCaptureFixture) -> None:
-    """Another one does when that one falls silent. Both are in this process, and look when told."""
+    """It alone, once; another one when it falls silent.
+
+    Both are in this process, and look when told to. The wait is made old here, and is due again
+    when it has doubled.
+    """
     store = dist.HashStore()
     third, first = (Watchdog(store, rank) for rank in (2, 0))
     for one in (third, first):
         one.stop()
-        one.seconds = 1e-6
-    with Wait("reduce", (0, 2), unit="layers.1"):
-        while "rank 0 has waited" not in caplog.text:
+        one.seconds = 1000.0
+
+    def tellers() -> list[str]:
+        return re.findall(r"stands still: (rank \d)", caplog.text)
+
+    with Wait("reduce", (0, 2), unit="layers.1") as wait:
+        wait.since -= 1500.0
+        for _ in range(20):
             third.look()
             first.look()
-        assert "rank 2 has waited" not in caplog.text
-        while "rank 2 has waited" not in caplog.text:
+        assert tellers() == ["rank 0"]
+        for _ in range(20):
             third.look()
+        assert tellers() == ["rank 0", "rank 2"]
 
 
 SERVE = (
@@ -308,9 +334,32 @@ def test_a_store_that_does_not_answer_is_told(caplog: pytest.LogCaptureFixture) 
                     time.sleep(0.02)
         finally:
             server.send_signal(signal.SIGCONT)
-        assert "rank 3 has waited" in caplog.text
-        assert "in the gather of unit layers.1" in caplog.text
+        assert "rank 3 has waited" in caplog.text, caplog.text
+        assert "in the gather of unit layers.1" in caplog.text, caplog.text
         watchdog.stop()
+
+
+class Trained:
+    """Stands for a sharded model."""
+
+    place = Place(41, "unit layers.2 (Block)", "backward", 7)
+
+
+def test_a_look_keeps_no_model_alive() -> None:
+    """Not even while the store is asked: a model that is deleted then is gone at once."""
+    models, gone = [Trained()], []
+    reference = weakref.ref(models[0])
+    watchdog = Watchdog(dist.HashStore(), rank=0)
+    watchdog.stop()
+    watchdog.add(models[0])
+
+    def post(_: Answer) -> None:
+        models.clear()
+        gone.append(reference() is None)
+
+    with mock.patch.object(watchdog, "_post", post):
+        watchdog.look()
+    assert gone == [True]
 
 
 # The report -----------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ __all__ = ["Agreement"]
 LOOK_AFTER = 0.5
 LOOK_AT_MOST_EVERY = 5.0
 GONE_WITHIN = 0.5
+LOOKS_FOR_GONE = 20
 HISTORY = 65_536
 _STORE_IS_GONE = (
     "the process group's store is gone ({}): the rank that holds it, most often rank 0, has ended; "
@@ -302,10 +303,12 @@ class Agreement:
         The connections of a process go a moment before itself.
         """
         self._read_verdict()
-        deadline = time.monotonic() + GONE_WITHIN
-        while self._store is not None and self._verdict is None and time.monotonic() < deadline:
+        # So many looks, and not so many seconds: where the machine stands still, nobody ends.
+        for _ in range(LOOKS_FOR_GONE):
+            if self._store is None or self._verdict is not None:
+                return
             self._look_for_killed()
-            time.sleep(GONE_WITHIN / 20)
+            time.sleep(GONE_WITHIN / LOOKS_FOR_GONE)
 
     def _start_watching(self) -> None:
         stop = threading.Event()

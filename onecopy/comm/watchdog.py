@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -38,6 +39,8 @@ LOGGER = logging.getLogger("onecopy")
 
 LOOK_AT_MOST_EVERY = 4.0
 LONGEST_PAUSE = 600.0
+# Seconds, beside two pauses, in which a rank that runs has answered.
+ANSWERS_WITHIN = 1.0
 # A rank that was to tell, and has not renewed its claim for so many looks, does it no longer.
 STALE_AFTER = 3
 
@@ -100,8 +103,9 @@ class Watchdog:
         """Tell, if it is so, that this rank waits and that the store says nothing of the others."""
         now, began = time.perf_counter(), self._look_began
         wait = _longest_wait(now)
-        # A look that tells takes a few pauses.
-        is_stuck = began is not None and now - began > self.seconds + 4 * self.pause
+        # A look that tells waits for answers.
+        longest = self.seconds + 4 * self.pause + ANSWERS_WITHIN
+        is_stuck = began is not None and now - began > longest
         if not is_stuck or wait is None or now - wait.since < self.seconds:
             return False
         what = f"the {wait.verb} of unit {wait.unit}" if wait.unit else wait.verb
@@ -144,7 +148,8 @@ class Watchdog:
     # This rank --------------------------------------------------------------------------------
 
     def _note_place(self, now: float) -> None:
-        places = [model.place for one in self._models if (model := one()) is not None]
+        # No name of this function keeps a model alive while the store is asked.
+        places = [one.place for one in (found() for found in self._models) if one is not None]
         # Of several models the one that was used more.
         place = max(places, key=lambda one: one.position, default=None)
         if place != self._place:
@@ -203,10 +208,12 @@ class Watchdog:
     def _tell(self, wait: Wait) -> None:
         number = self._store.add("question", 1)
         self._answer(number)
-        deadline = time.perf_counter() + 2 * self.pause + 1.0
         peers = {rank: self._peer(rank) for rank in wait.ranks}
-        while late := [rank for rank, one in peers.items() if _may_answer(one, number)]:
-            if time.perf_counter() > deadline or self._stop.wait(self.pause / 4):
+        between = max(self.pause / 4, 0.01)
+        # So many looks, and not so many seconds: where the machine stands still, nobody answers.
+        for _ in range(math.ceil((2 * self.pause + ANSWERS_WITHIN) / between)):
+            late = [rank for rank, one in peers.items() if _may_answer(one, number)]
+            if not late or self._stop.wait(between):
                 break
             peers.update({rank: self._peer(rank) for rank in late})
         mine = peers[self._rank].answer
