@@ -260,8 +260,10 @@ class Gradients:
         if self._arriving is None:
             return
         (arriving, flags), self._arriving = self._arriving, None
-        result = torch.zeros(self._stride, dtype=self._sum_dtype, device=self.unit.slice.device)
+        result = torch.empty(self._stride, dtype=self._sum_dtype, device=self.unit.slice.device)
+        buffers.want_huge_pages(result)
         result[: self._slice_numel] = arriving.wait()
+        result[self._slice_numel :].zero_()
         self._take(result, flags)
 
     def _take(self, result: torch.Tensor, flags: list[bool] | None) -> None:

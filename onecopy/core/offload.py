@@ -20,6 +20,7 @@ import torch
 from onecopy.config import Offload
 from onecopy.core.swapped import DiskLane
 from onecopy.errors import ConfigError
+from onecopy.memory import buffers
 from onecopy.memory.swap_files import SwapFolder
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class HostLane:
     def down(self, source: torch.Tensor, dtype: torch.dtype, unit: str) -> Arriving:
         """Copy values of the device to host memory, rounded to `dtype` before they travel."""
         if self._stream is None:
-            arriving = Arriving(source.to(dtype, copy=True), None)
+            target = torch.empty(source.numel(), dtype=dtype, device=HOST)
+            arriving = Arriving(buffers.want_huge_pages(target).copy_(source), None)
         else:
             staged = self._staging(source.numel(), dtype)
             stream = self._wait_for_compute()

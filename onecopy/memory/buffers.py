@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["free", "grow", "is_freed", "num_owners", "reuse_freed_blocks"]
+__all__ = ["free", "grow", "is_freed", "num_owners", "reuse_freed_blocks", "want_huge_pages"]
 
 # glibc takes no larger threshold. The heap is trimmed when this much lies free at its end.
 MMAP_THRESHOLD_BYTES = 32 << 20
@@ -56,16 +56,20 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 def grow(tensor: torch.Tensor) -> None:
     """Give the storage under `tensor`, which starts at its beginning, its bytes (undefined)."""
-    storage = tensor.untyped_storage()
-    num_bytes = tensor.numel() * tensor.itemsize
-    storage.resize_(num_bytes)
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+    want_huge_pages(tensor)
+
+
+def want_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that nobody has touched yet: if it is large and in host memory, on huge pages."""
     is_real = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-    if num_bytes >= MMAP_THRESHOLD_BYTES and is_real:
-        library, address = _libc(), storage.data_ptr()
+    if tensor.nbytes >= MMAP_THRESHOLD_BYTES and is_real:
+        library, address = _libc(), tensor.data_ptr()
         if library is not None:
             start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            length = (address + num_bytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            length = (address + tensor.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
             library.madvise(start, length, MADV_HUGEPAGE)
+    return tensor
 
 
 def free(tensor: torch.Tensor) -> None:
