@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -740,6 +741,28 @@ def test_aliases_kept_from_full_parameters(pool: Pool, kind: str) -> None:
         assert abs(later - before) < 1.0, "the values of this or of the last gather"
     if kind != "numpy":  # lent to numpy once, a storage can never again be resized
         assert num_bytes == 0, "without aliases the unit is released again"
+
+
+def let_go_late() -> int:
+    """Something holds a unit's values when it is released, and lets go while it is looked at."""
+    model = models.build("tied")
+    onecopy.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    p, held, looks = model.get_parameter(NAME), [], []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 50:
+            held.clear()
+
+    with mock.patch("onecopy.core.unit.time.sleep", sleep), onecopy.full_parameters(model):
+        held.append(p.detach())
+    unit, _ = onecopy.handle.of(model).engine.find(p)
+    return unit.flat.untyped_storage().nbytes()
+
+
+def test_a_transfer_may_let_go_late(pool: Pool) -> None:
+    """Threads of a backend hold a tensor until they run again, on a busy machine: no alias."""
+    assert pool.run(1, let_go_late) == [0]
 
 
 def replace_parameter(how: str) -> None:

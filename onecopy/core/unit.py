@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Unit", "UnitSpec", "UnitState"]
 
+# A backend's thread lets go of a finished transfer a moment later, when the machine lets it run.
 TRANSFER_LINGERS = 2e-3
+LOOKS_FOR_LINGERING = 100
 
 
 class UnitState(Enum):
@@ -508,16 +510,13 @@ class Unit:
         if not settled:
             self._is_aliased = self._is_aliased and self.is_aliased
             return self._is_aliased
-        if buffers.num_owners(self.flat) <= self._num_owners:
-            self._is_aliased = False
-            return False
-        if not self._warned:
-            # A backend's thread may let go of a finished transfer a moment later.
+        self._is_aliased = buffers.num_owners(self.flat) > self._num_owners
+        looks = 0 if self._warned else LOOKS_FOR_LINGERING
+        while self._is_aliased and looks:
             time.sleep(TRANSFER_LINGERS)
-            if buffers.num_owners(self.flat) <= self._num_owners:
-                return False
-        self._is_aliased = True
-        if not self._warned:
+            self._is_aliased = buffers.num_owners(self.flat) > self._num_owners
+            looks -= 1
+        if self._is_aliased and not self._warned:
             self._warned = True
             warnings.warn(
                 f"a tensor outside the model still shares memory with parameters of unit "
@@ -525,4 +524,4 @@ class Unit:
                 "tensor's sake. Take copies instead, for example p.detach().clone()",
                 stacklevel=2,
             )
-        return True
+        return self._is_aliased
