@@ -46,6 +46,7 @@ from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
 from onecopy.planner.choose import choose_stage
+from onecopy.planner.room import check_room
 from onecopy.report.announce import announce
 from onecopy.report.dtypes import describe
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from onecopy.comm.groups import Group, ImaginedWorld
     from onecopy.core.unit import UnitSpec
     from onecopy.memory.host_buffer import HostBuffer
-    from onecopy.planner.choose import OptimizerOf
+    from onecopy.planner.real_units import OptimizerOf
 
 __all__ = [
     "clip_grad_norm_",
@@ -161,7 +162,9 @@ def shard(
             comm_groups.check_backend(world, specs[0].device)
             check_equal(world, one, config, [_described(spec) for spec in specs])
         config, choice = choose_stage(config, world, units, optimizer_of)
-        if choice is not None:
+        if choice is None:
+            check_room(config, world, units, optimizer_of)
+        else:
             announce(choice.reason, world)
         for one, specs in zip(models, units, strict=True):
             _shard_one(one, specs, world, mesh, config, watchdog)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from onecopy.doctor import storage
-from onecopy.doctor.cgroup import GroupLimits, read_limits
 from onecopy.doctor.facts import UNLIMITED, DiskSpeed, HostName, Interface
 from onecopy.doctor.files import within
 from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processors
 from onecopy.doctor.network import gloo_way, look_at_network, nccl_candidates, resolve
 from onecopy.doctor.software import fits, look_at_software
+from onecopy.memory.cgroup import GroupLimits, read_limits
 from onecopy.recording.environment import NAMES, chosen_variables
 
 ALONE = GroupLimits()

@@ -7,9 +7,9 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-from onecopy.doctor.cgroup import GroupLimits
 from onecopy.doctor.facts import UNLIMITED, Limit, Limits, Memory, Processors
-from onecopy.doctor.files import ROOT, read_text
+from onecopy.memory.cgroup import GroupLimits
+from onecopy.memory.system_files import ROOT, read_text
 
 __all__ = ["look_at_limits", "look_at_memory", "look_at_processors"]
 

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from onecopy.doctor.cgroup import read_limits
 from onecopy.doctor.environment import launched, variables_of_user
 from onecopy.doctor.facts import Accelerator, Facts
 from onecopy.doctor.files import within
@@ -14,6 +13,7 @@ from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processo
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.software import look_at_accelerators, look_at_software
 from onecopy.doctor.storage import look_at_folders
+from onecopy.memory.cgroup import read_limits
 
 __all__ = ["look"]
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from onecopy.doctor.facts import HostName, InfinibandPort, Interface, Network
-from onecopy.doctor.files import ROOT, read_int, read_text, within
+from onecopy.doctor.files import within
+from onecopy.memory.system_files import ROOT, read_int, read_text
 
 __all__ = ["gloo_way", "look_at_network", "nccl_candidates", "resolve"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import onecopy
 from onecopy.doctor.facts import Accelerator, Package, Software, TorchBuild
-from onecopy.doctor.files import ROOT, read_text
+from onecopy.memory.system_files import ROOT, read_text
 
 __all__ = ["look_at_accelerators", "look_at_software"]
 

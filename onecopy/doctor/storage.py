@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onecopy.doctor.facts import DiskSpeed, Folder
-from onecopy.doctor.files import ROOT, read_text, within
+from onecopy.doctor.files import within
+from onecopy.memory.system_files import ROOT, read_text
 
 __all__ = ["look_at_folders", "measure_disk"]
 

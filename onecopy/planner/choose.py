@@ -8,32 +8,29 @@ nothing else is chosen: what changes numbers, or asks something of the loop, is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
 from onecopy.comm.compare import first_decides
-from onecopy.config import STAGES, Config, Offload
-from onecopy.core.partition import assign_owners
+from onecopy.config import Config
 from onecopy.core.stages import STAGES as TABLE
 from onecopy.errors import ConfigError
 from onecopy.memory.device import available_bytes
 from onecopy.planner import estimate
-from onecopy.planner.memory import KINDS, Cluster, Memory, Step, memory_of
-from onecopy.planner.modules import shapes_of, widths_of_dtypes
-from onecopy.planner.optimizers import USUAL_STATES, num_states
+from onecopy.planner.memory import KINDS, Memory
+from onecopy.planner.optimizers import USUAL_STATES
+from onecopy.planner.real_units import RealModels, possible_stages
 from onecopy.planner.recommend import preference
-from onecopy.planner.shapes import ModelShape
+from onecopy.planner.room import Room, room_of, shortage
 from onecopy.report.amounts import amount, unit_for
 
 if TYPE_CHECKING:
-    import torch
-
     from onecopy.comm.groups import Group
     from onecopy.core.unit import UnitSpec
-    from onecopy.planner.estimate import ElementWidths
+    from onecopy.planner.real_units import OptimizerOf
 
 __all__ = ["ROOM", "Choice", "choose_stage"]
 
@@ -42,8 +39,6 @@ __all__ = ["ROOM", "Choice", "choose_stage"]
 ROOM = Fraction(7, 10)
 PERCENT = f"{100 * ROOM} %"
 
-OptimizerOf = Callable[["torch.nn.Parameter"], "torch.optim.Optimizer | None"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -51,7 +46,8 @@ class Choice:
 
     stage: None where none fits. memory: by stage, bytes of states and buffers of the fullest rank.
     capacity: bytes of the smallest device. enough: ranks that would do, where none fits.
-    assumed: whether the states of an optimizer were not known.
+    assumed: whether the states of an optimizer were not known. outside: by stage, what is too small
+    for the states that leave the devices, in a sentence; stages for which nothing is are not there.
     """
 
     stage: int | None
@@ -59,6 +55,7 @@ class Choice:
     capacity: int
     enough: int | None = None
     assumed: bool = False
+    outside: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -118,8 +115,10 @@ def choose_stage(
             "host's memory is shared by its ranks, and how much of it is free changes, so it is "
             "no ground for a choice"
         )
-    decide = partial(_choose, config=config, models=models, optimizer_of=optimizer_of)
-    choice = first_decides(world, capacity, lambda all_: decide(min(all_), world_size=world.size))
+    room = room_of(config, world, models, optimizer_of, possible_stages(config))
+    real = RealModels(models, optimizer_of, config)
+    decide = partial(_choose, real=real, world_size=world.size, config=config)
+    choice = first_decides(world, (capacity, room), decide)
     if choice.stage is None:
         raise ConfigError(_refusal(choice, world.size, config))
     chosen = {"stage": choice.stage, "memory": None}
@@ -127,23 +126,21 @@ def choose_stage(
 
 
 def _choose(
-    capacity: int,
+    seen: Sequence[tuple[int, Room | None]],
     *,
+    real: RealModels,
     world_size: int,
     config: Config,
-    models: Sequence[Sequence[UnitSpec]],
-    optimizer_of: OptimizerOf,
 ) -> Choice:
-    rules = [_rules_of(specs, config, optimizer_of) for specs in models]
-    widths = [[one for one, _ in model] for model in rules]
-    memory = {
-        stage: _memory(models, widths, stage, world_size, config) for stage in _possible(config)
-    }
+    rooms = [room for _, room in seen if room is not None]
+    memory = {stage: real.memory(stage, world_size) for stage in possible_stages(config)}
+    problems = {stage: shortage(rooms, stage, config) if rooms else None for stage in memory}
     choice = Choice(
         stage=None,
         memory=memory,
-        capacity=capacity,
-        assumed=not all(is_known for model in rules for _, is_known in model),
+        capacity=min(capacity for capacity, _ in seen),
+        assumed=not real.all_known,
+        outside={stage: text for stage, text in problems.items() if text is not None},
     )
 
     def order(stage: int) -> tuple[object, ...]:
@@ -151,58 +148,20 @@ def _choose(
         return preference(stage, world_size, messages, memory[stage].total)
 
     fitting = [stage for stage in memory if memory[stage].total <= choice.room]
+    fitting = [stage for stage in fitting if stage not in choice.outside]
     if fitting:
         return replace(choice, stage=min(fitting, key=order))
     least = min(memory, key=lambda stage: memory[stage].total)
     more = (world_size << doubling for doubling in range(1, 9))
-    enough = (n for n in more if _memory(models, widths, least, n, config).total <= choice.room)
+    enough = (n for n in more if real.memory(least, n).total <= choice.room)
     return replace(choice, enough=next(enough, None))
 
 
-def _possible(config: Config) -> tuple[int, ...]:
-    """The stages that can be chosen: what ranks keep whole on their devices cannot be offloaded."""
-    if isinstance(config.offload, Offload) and config.offload.parameters != "device":
-        return tuple(stage for stage in STAGES if TABLE[stage].releases)
-    return STAGES
-
-
-def _rules_of(
-    specs: Sequence[UnitSpec], config: Config, optimizer_of: OptimizerOf
-) -> list[tuple[ElementWidths, bool]]:
-    """Bytes of each state of each unit, and whether its optimizer's states are known."""
-    found = []
-    for spec in specs:
-        parameters = [parameter for _, parameter in spec.parameters]
-        states, is_known = num_states(optimizer_of(parameters[0]), parameters)
-        widths = widths_of_dtypes(spec.dtypes, states)
-        if config.step_in_backward:
-            widths = replace(widths, gradient=0)
-        found.append((widths, is_known or not spec.trainable))
-    return found
-
-
-def _memory(
-    models: Sequence[Sequence[UnitSpec]],
-    widths: Sequence[Sequence[ElementWidths]],
-    stage: int,
-    world_size: int,
-    config: Config,
-) -> Memory:
-    """Of a rank that trains all of the models; each kind at its most in all of them at once."""
-    num_slices = world_size if TABLE[stage].shards_anything else 1
-    cluster = Cluster(devices=world_size, devices_per_node=world_size)
-    step = Step(prefetch_bytes=config.prefetch_bytes)
-    offload = config.offload
-    assert not isinstance(offload, str), "a configuration makes it a record"
-    parts = []
-    for specs, own in zip(models, widths, strict=True):
-        shape = ModelShape(name="", units=shapes_of(assign_owners(specs, num_slices), own))
-        shape = shape.with_offload(offload)
-        parts.append(memory_of(shape, stage, cluster, estimate.FP32, step))
-    return sum(parts[1:], start=parts[0])
-
-
 def _refusal(choice: Choice, world_size: int, config: Config) -> str:
+    fitting = [one for one, memory in choice.memory.items() if memory.total <= choice.room]
+    if fitting:
+        # Only what leaves the devices is too much.
+        return f'stage="auto": {choice.outside[fitting[-1]]} (stage {fitting[-1]})'
     stage = min(choice.memory, key=lambda one: choice.memory[one].total)
     least = choice.memory[stage]
     parts = ", ".join(

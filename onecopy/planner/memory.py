@@ -147,16 +147,18 @@ def memory_of(
     cluster: Cluster,
     widths: ElementWidths,
     step: Step = Step(),
+    rank: int | None = None,
 ) -> Memory:
-    """What a rank holds at `stage`, the fullest one.
+    """What a rank holds at `stage`.
 
     Args:
         widths: of units that do not say their own.
+        rank: None means the fullest one.
     """
     devices = cluster.devices
     units = list(sized(model, stage, devices, widths))
     states = [(one.unit.count, one.states(stage, devices)) for one in units]
-    states += _uneven(units, stage, devices)
+    states += _uneven(units, stage, devices, rank)
     on_device = added((count, one.device) for count, one in states)
     most = {
         "parameters": on_device.parameters,
@@ -208,21 +210,18 @@ def _moments(
         yield {"gradients": here, "activations": (num_blocks + 1) * kept + last}
 
 
-def _uneven(units: list[SizedUnit], stage: int, devices: int) -> list[tuple[int, Placed]]:
-    """What the fullest rank has more than the mean, where parameters are not cut."""
-    if not STAGES[stage].shards_anything or not any(one.layout.is_whole for one in units):
-        return []
-    ranks = (beside_mean(units, stage, rank, devices) for rank in range(devices))
-    return max(ranks, key=lambda parts: sum(count * own.total for count, own in parts))
-
-
-def beside_mean(
-    units: list[SizedUnit], stage: int, rank: int, devices: int
+def _uneven(
+    units: list[SizedUnit], stage: int, devices: int, rank: int | None
 ) -> list[tuple[int, Placed]]:
-    """What a rank has more than the mean, where parameters are not cut, by number of units."""
-    return [
-        (one.unit.count, one.owned(stage, rank, devices)) for one in units if one.layout.is_whole
-    ]
+    """What a rank, or the fullest one, has more than the mean, where parameters are not cut."""
+    whole = [one for one in units if one.layout.is_whole]
+    if not whole or not STAGES[stage].shards_anything:
+        return []
+    ranks = (
+        [(one.unit.count, one.owned(stage, number, devices)) for one in whole]
+        for number in (range(devices) if rank is None else (rank,))
+    )
+    return max(ranks, key=lambda parts: sum(count * own.total for count, own in parts))
 
 
 def _gathered(units: list[SizedUnit], prefetch_bytes: int | None) -> int:

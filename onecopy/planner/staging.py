@@ -1,13 +1,15 @@
-"""Host memory for what is on its way: between device and host, and between host and NVMe."""
+"""What swapping takes beside the states: buffers in host memory, whole pages of files on NVMe."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
+from onecopy.core.stages import STAGES
+from onecopy.planner.estimate import values_beside_masters
 from onecopy.planner.sized import SizedUnit
 
-__all__ = ["staged_bytes"]
+__all__ = ["file_bytes", "staged_bytes"]
 
 PAGE = 4096
 # Of `Offload.buffer_bytes`: one chunk is read, one updated, one written.
@@ -32,7 +34,30 @@ def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
     ]
     leaving = [one.slice_numel(stage, devices) * one.widths.compute for one in moved]
     on_the_way = max([*arriving, *leaving], default=0)
-    return on_the_way + _chunks(moved) + _read_ahead(moved, devices)
+    return on_the_way + _chunks(moved) + _read_ahead(moved, stage, devices)
+
+
+def file_bytes(units: Sequence[SizedUnit], stage: int, rank: int, devices: int) -> int:
+    """Bytes that a rank reserves on NVMe: of each unit and kind of state whole pages.
+
+    Every kind is as long as a mean gradient, flags included.
+    """
+    return sum(one.unit.count * _pages_of(one, stage, rank, devices) for one in units)
+
+
+def _pages_of(one: SizedUnit, stage: int, rank: int, devices: int) -> int:
+    offload, widths = one.offload, one.state_widths
+    if offload is None or offload.optimizer != "nvme":
+        return 0
+    numel = one.slice_numel(stage, devices)
+    if one.layout.is_whole and STAGES[one.stage(stage)].shards_anything:
+        numel = one.layout.strides[rank]
+    kinds = [widths.master] * (1 + widths.optimizer // widths.master)
+    if offload.gradients == "nvme":
+        kinds.append(widths.gradient)
+    if offload.parameters == "nvme":
+        kinds.append(values_beside_masters(one.stage(stage), widths, offload))
+    return sum(_whole_pages(numel * width) for width in kinds)
 
 
 def _chunks(units: Sequence[SizedUnit]) -> int:
@@ -45,12 +70,13 @@ def _chunks(units: Sequence[SizedUnit]) -> int:
     return CHUNKS * _whole_pages(max(sizes) // CHUNKS) if sizes else 0
 
 
-def _read_ahead(units: Sequence[SizedUnit], devices: int) -> int:
+def _read_ahead(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
     """Buffers are used again by units of their own size alone."""
     counts: Counter[int] = Counter()
     for one in units:
         offload = one.offload
-        if offload is not None and offload.parameters == "nvme":
+        releases = STAGES[one.stage(stage)].releases
+        if offload is not None and offload.parameters == "nvme" and releases:
             owned = one.layout.padded_numel // devices
             counts[_whole_pages(owned * one.widths.compute)] += one.unit.count
     return sum(size * min(count, 1 + READ_AHEAD) for size, count in counts.items())

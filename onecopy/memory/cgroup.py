@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from onecopy.doctor.files import ROOT, read_int, read_text
+from onecopy.memory.system_files import ROOT, read_int, read_text
 
-__all__ = ["GroupLimits", "read_limits"]
+__all__ = ["GroupLimits", "read_limits", "read_room"]
 
 # Version 1 writes "no limit" as the largest multiple of a page below 2^63.
 NO_LIMIT = 1 << 60
@@ -46,6 +46,38 @@ def read_limits(root: Path = ROOT) -> GroupLimits:
             cpus += _share(int(words[0]), int(words[1]))
     least = min(memory, key=lambda one: one[0], default=(None, None))
     return GroupLimits(memory=least[0], memory_used=least[1], cpus=min(cpus, default=None))
+
+
+def read_room(root: Path = ROOT) -> int | None:
+    """Bytes that the groups still let this process have; None where nothing is limited.
+
+    Pages of files that the kernel can drop count as free.
+    """
+    rooms = [
+        limit - (read_int(folder / used) or 0) + _file_pages(folder)
+        for controller, maximum, used in _FILES
+        for folder in _folders(root, controller)
+        if (limit := read_int(folder / maximum)) is not None and limit < NO_LIMIT
+    ]
+    return max(min(rooms), 0) if rooms else None
+
+
+# By the controller ("" is version 2): the limit, and what is used of it.
+_FILES = (
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("", "memory.max", "memory.current"),
+)
+_PAGES = ("inactive_file", "active_file")
+
+
+def _file_pages(folder: Path) -> int:
+    """Version 1 has them with and without those of groups below."""
+    found: dict[str, int] = {}
+    for line in (read_text(folder / "memory.stat") or "").splitlines():
+        name, _, number = line.partition(" ")
+        if number.isdigit():
+            found[name] = int(number)
+    return sum(found.get(f"total_{name}", found.get(name, 0)) for name in _PAGES)
 
 
 def _limit(limit: int | None, used: int | None) -> list[tuple[int, int | None]]:
