@@ -191,7 +191,7 @@ def reserved(path: str, stage: int, kind: str, settings: dict[str, str]) -> tupl
     room_of = room.room_of
     model = models.build("gpt")
     optimizer = OPTIMIZERS[kind](model)
-    offload = Offload(optimizer="nvme", path=path, **{"gradients": "host", **settings})
+    offload = Offload(optimizer="nvme", path=path, **settings)
     with mock.patch.object(room, "room_of", keep):
         onecopy.shard(model, optimizer, stage=stage, precision="bf16", offload=offload)
     for step in range(2):
@@ -206,10 +206,10 @@ def reserved(path: str, stage: int, kind: str, settings: dict[str, str]) -> tupl
 @pytest.mark.parametrize(
     ("world", "stage", "kind", "settings"),
     [
-        (2, 3, "adamw", {"parameters": "nvme"}),
-        (3, 2, "adamw", {}),
-        (1, 0, "momentum", {}),
-        (2, 3, "sgd", {"parameters": "host"}),
+        (2, 3, "adamw", {"gradients": "nvme", "parameters": "nvme"}),
+        (3, 2, "adamw", {"gradients": "nvme"}),
+        (1, 0, "momentum", {"gradients": "host"}),
+        (2, 3, "sgd", {"gradients": "host", "parameters": "host"}),
     ],
 )
 def test_the_need_is_what_is_reserved(
