@@ -1,4 +1,4 @@
-"""States on disk: the same training to the last bit, in memory that does not grow with the model."""
+"""States on disk: the same training to the last bit, and no memory for what rests there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import onecopy
+import onecopy.handle
 from onecopy import Offload, Precision
+from onecopy.report.memory import measure, padded_numel
+from onecopy.report.states import StateBytes
+from tests import models
 from tests.pool import Pool
 from tests.runs import Plan, Run, train
 from tests.test_offload import check_equal
@@ -90,3 +95,33 @@ def test_with_other_settings(pool: Pool, tmp_path: Path, way: str, parameters: s
     """Whatever else is switched on."""
     plan = Plan(name="gpt", stage=3, optimizer="momentum", settings=WAYS[way])
     check_equal(pool.run(2, both, plan, on_disk(tmp_path, "nvme", parameters)))
+
+
+def states(stage: int, precision: str | None, offload: Offload) -> tuple[StateBytes, int, int]:
+    """Bytes after the second backward, elements that this rank owns, and those of the model."""
+    model = models.build("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    onecopy.shard(model, optimizer, stage=stage, precision=precision, offload=offload)
+    models.loss(model, models.batch("gpt", 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    models.loss(model, models.batch("gpt", 1, 0)).backward()
+    engine = onecopy.handle.of(model).engine
+    engine.units[0].slice.disk.files.lane.drain()
+    owned = sum(unit.slice.own.numel() for unit in engine.units)
+    return measure(model, optimizer), owned, padded_numel(model)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_lies_where(pool: Pool, tmp_path: Path, stage: int, precision: str | None) -> None:
+    """Nothing of what is on disk has memory between backward and step."""
+    offload = on_disk(tmp_path, "nvme", "nvme" if stage == 3 else "device")
+    for found, owned, whole in pool.run(2, states, stage, precision, offload):
+        width = 2 if precision else 4
+        # Trailers of a few elements go with gradients.
+        values = owned * 2 if stage == 3 and precision else 0
+        assert found.nvme - (16 * owned + values) in range(owned // 20), found
+        assert found.host == 0
+        expected = (0 if stage == 3 else whole) * width
+        assert found.device - expected in range(max(1, whole // 20)), (found, expected)

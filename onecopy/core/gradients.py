@@ -284,6 +284,14 @@ class Gradients:
             return None
         return MEAN, on_disk.whole.dtype
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of the mean, where it rests there."""
+        on_disk = self._on_disk
+        if on_disk is None or self.kind_on_disk is None or on_disk.is_being_written:
+            return 0
+        return on_disk.whole.nbytes
+
     def is_on_disk(self, gradient: torch.Tensor) -> bool:
         """Whether this gradient of a piece is a part of the mean that rests there."""
         return self._on_disk is not None and self._on_disk.stands_for(gradient)

@@ -68,6 +68,13 @@ class SliceOnDisk:
         """There is a file of rounded values, which follows the masters."""
         return self._values is not None and self._values != self.master_kind
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the masters that rest on disk, and of the values."""
+        masters = 0 if self.master.is_joined else self.master.whole.nbytes
+        values = self._values if self.has_values else None
+        return masters + (0 if values is None else self._numel * values[1].itemsize)
+
     def write_values(self, low: int, values: torch.Tensor) -> Moving:
         """Begin to write what masters round to, from element `low` on."""
         assert self._values is not None, "gathers read from disk"

@@ -191,6 +191,11 @@ class Swapped:
         """What is held in memory."""
         return (self.whole,)
 
+    @property
+    def is_being_written(self) -> bool:
+        """The values are on their way to disk, and still in memory."""
+        return self._writing is not None
+
     def stands_for(self, value: object) -> bool:
         """Whether this is the very tensor."""
         return any(view is value for view in self._views)

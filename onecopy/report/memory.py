@@ -37,12 +37,36 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         parameters += unit.state_tensors
         if unit.gradients is not None:
             gradients += [unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean]
+    on_disk = _on_disk(engine, optimizer)
     return StateBytes(
-        parameters=_bytes(parameters),
-        gradients=_bytes(gradients),
-        optimizer=0 if optimizer is None else of_optimizer(optimizer),
+        parameters=_bytes(parameters) + on_disk[0],
+        gradients=_bytes(gradients) + on_disk[1],
+        optimizer=0 if optimizer is None else of_optimizer(optimizer) + on_disk[2],
         host=_on_host(engine, optimizer),
+        nvme=sum(on_disk),
     )
+
+
+def _on_disk(engine: Engine, optimizer: torch.optim.Optimizer | None) -> tuple[int, int, int]:
+    """Bytes of parameters with masters, of gradients and of optimizer states that rest there."""
+    parameters = gradients = states = 0
+    for unit in engine.units:
+        if unit.slice.disk is None:
+            continue
+        parameters += unit.slice.disk.num_bytes
+        if unit.gradients is not None:
+            gradients += unit.gradients.bytes_on_disk
+        for piece in unit.slice.pieces.values():
+            state = {} if optimizer is None else optimizer.state.get(piece, {})
+            at_rest = [one for one in _tensors_of(state) if one is not None and _is_empty(one)]
+            states += sum(one.nbytes for one in at_rest)
+    return parameters, gradients, states
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    """Whether the values are elsewhere: the storage is empty."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
 def _on_host(engine: Engine, optimizer: torch.optim.Optimizer | None) -> int:
@@ -83,11 +107,13 @@ def padded_numel(model: nn.Module) -> int:
 
 
 def _bytes(tensors: list[torch.Tensor | None]) -> int:
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor is not None
-    }
+    # What rests on disk would be read by a look at it.
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if tensor is not None
+        }
     return sum(storages.values())
 
 
