@@ -12,7 +12,6 @@ has the lock, whether this is still the file that the folder has.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import socket
@@ -81,7 +80,8 @@ def _in_child() -> None:
     _locks.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _make(parent: Path, rank: int) -> Path:
@@ -95,6 +95,8 @@ def _host() -> str:
 
 def _lock(folder: Path) -> int | None:
     """The handle of a folder's lock file, locked; None where another process has it, or had."""
+    import fcntl  # here, because Windows has none, and imports this file too
+
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
