@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -159,7 +160,15 @@ def run_ip(*arguments: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens on, below those that the system gives to whoever asks for any.
+
+    It is taken some seconds later: by then another test's connection could have got such a one.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.is_file() else 32768
+    top = lowest if lowest > 16384 else 32768
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(top - 8192, top)))
+            port: int = probe.getsockname()[1]
+            return port
