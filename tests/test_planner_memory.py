@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,17 @@ from onecopy.core.precision import dtypes_of
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
 from onecopy.planner import estimate
-from onecopy.planner.memory import Cluster, Memory, Sent, Step, memory_of, moved_by, sent_by
+from onecopy.planner.estimate import DiskTraffic
+from onecopy.planner.memory import (
+    Cluster,
+    Memory,
+    Sent,
+    Step,
+    memory_of,
+    moved_by,
+    sent_by,
+    swapped_by,
+)
 from onecopy.planner.modules import units_of, widths_of_dtypes
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
@@ -47,6 +58,9 @@ class Tall(nn.Module):
         return self.head(y)
 
 
+NO_TRAFFIC = DiskTraffic(read=0, written=0)
+
+
 @dataclass
 class Found:
     """What one rank saw, and what was planned for it."""
@@ -58,10 +72,16 @@ class Found:
     planned_sent: Sent
     moved: int = 0
     planned_moved: int = 0
+    swapped: DiskTraffic = NO_TRAFFIC
+    planned_swapped: DiskTraffic = NO_TRAFFIC
 
 
 def _backward(model: nn.Module) -> None:
     model(torch.arange(4)).float().square().mean().backward()
+
+
+def _bytes(events: list[Event], what: str) -> int:
+    return sum(one.num_bytes or 0 for one in events if one.kind == "swap" and one.what == what)
 
 
 def trained(
@@ -90,7 +110,8 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
         peak = live.peak_bytes
-        moved = sum(one.num_bytes for one in events if one.kind == "swap")
+        moved = _bytes(events, "up") + _bytes(events, "down")
+        swapped = DiskTraffic(read=_bytes(events, "read"), written=_bytes(events, "write"))
         sent = sum(one.num_bytes for one in events if one.kind in ("gather", "refresh", "reduce"))
         _backward(model)
         held = memory.measure(model, optimizer)
@@ -103,6 +124,8 @@ def trained(
         planned_sent=sent_by(shape, stage, options.cluster, widths, backwards),
         moved=moved,
         planned_moved=moved_by(shape, stage, options.cluster, widths, backwards),
+        swapped=swapped,
+        planned_swapped=swapped_by(shape, stage, options.cluster, widths, backwards),
     )
 
 
@@ -175,6 +198,38 @@ def test_states_in_host_memory(
         values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
         arriving = 3 * 8 * 500 * 128 // (world if stage else 1)
         assert found.peak <= planned.total + host.total + 2 * values + arriving
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "precision", "backwards", "tiers"),
+    [
+        (2, 3, "bf16", 2, {"gradients": "nvme", "parameters": "nvme"}),
+        (2, 3, "fp32", 2, {"gradients": "nvme", "parameters": "nvme"}),
+        (3, 2, "bf16", 2, {"gradients": "nvme"}),
+        (2, 3, "bf16", 1, {"gradients": "host", "parameters": "host"}),
+        (1, 0, "fp32", 1, {"gradients": "host"}),
+    ],
+)
+def test_states_on_nvme(  # noqa: PLR0913
+    pool: Pool,
+    tmp_path: Path,
+    world: int,
+    stage: int,
+    precision: str,
+    backwards: int,
+    tiers: dict[str, str],
+) -> None:
+    """What is read and written in a step, and what goes up and down."""
+    offload = Offload(optimizer="nvme", path=tmp_path, **tiers)  # type: ignore[arg-type]
+    for found in pool.run(world, trained, stage, world, precision, False, backwards, offload):
+        planned, swapped = found.planned_swapped, found.swapped
+        assert found.sent == found.planned_sent.total
+        assert swapped.written == planned.written
+        # The last unit of a forward may still be there in backward.
+        is_gathered = offload.parameters != "device"
+        assert (0.7 if is_gathered else 1) * found.planned_moved <= found.moved
+        assert found.moved <= found.planned_moved
+        assert (0.85 if is_gathered else 1) * planned.read <= swapped.read <= planned.read
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

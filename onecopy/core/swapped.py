@@ -41,6 +41,7 @@ class Moving:
 
     def __init__(self, transfer: Transfer, unit: str, what: str, events: Events) -> None:
         self._transfer, self._unit, self._what, self._events = transfer, unit, what, events
+        self._is_reported = False
 
     def wait(self) -> None:
         """Until it has ended.
@@ -49,6 +50,9 @@ class Moving:
             SwapError: it has failed; names the file and the unit.
         """
         self._transfer.wait()
+        if self._is_reported:
+            return
+        self._is_reported = True
         self._events.emit(
             "swap",
             self._unit,

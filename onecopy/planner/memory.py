@@ -342,10 +342,13 @@ def swapped_by(
         if one.offload is None:
             continue
         own, states = one.stage(stage), one.state_widths
-        if one.unit.trainable:
-            each = estimate.disk_traffic(own, states, one.offload, backwards)
-        else:
-            each = estimate.gather_traffic(own, states, one.offload) * (2 * backwards)
         owners = cluster.devices if STAGES[stage].shards_anything else 1
-        total += each * (one.unit.count * -(-one.layout.padded_numel // owners))
+        owned = -(-one.layout.padded_numel // owners)
+        each = estimate.gather_traffic(own, states, one.offload) * (2 * backwards * owned)
+        if one.unit.trainable:
+            each += estimate.optimizer_traffic(own, states, one.offload) * owned
+            # With the flags that ride along.
+            wide = one.slice_numel(stage, cluster.devices)
+            each += estimate.gradient_traffic(states, one.offload, backwards) * wide
+        total += each * one.unit.count
     return total
