@@ -97,10 +97,10 @@ class Offload:
     """Where states lie: each of the three on the "device", in "host" memory, or on "nvme".
 
     optimizer: masters and optimizer states; away from the device, the optimizer runs on the host.
-    gradients: the means that this rank owns. They lie where the optimizer's states do, or above: in
-        host memory with optimizer="nvme".
+    gradients: the means that this rank owns, until the step takes them, unit by unit. With
+        optimizer="nvme" they are in host memory, or there too.
     parameters: what this rank owns of the parameters, at stage 3: each gather brings it up. On the
-        device it is brought up once a step. They too lie where the optimizer's states do, or above.
+        device it is brought up once a step. On "nvme" where the optimizer's states are, too.
     fraction: from 0 to 1, the share of the model whose states these are: its first units. The
         states of the others stay on the device.
     delayed_update: the optimizer runs while the next forward and backward run, so that gradients
@@ -133,7 +133,8 @@ class Offload:
                 f"offload.delayed_update={self.delayed_update!r}: give True, False, or the number "
                 "of the first step whose update is delayed, 1 or more"
             )
-        if self.is_delayed and (self.optimizer, self.parameters) != ("host", "device"):
+        places = self.optimizer, self.gradients, self.parameters
+        if self.is_delayed and places != ("host", "host", "device"):
             raise ConfigError(
                 "offload.delayed_update: the optimizer runs on the host while the device computes "
                 'with the values from before. Say optimizer="host", gradients="host", '
@@ -146,22 +147,18 @@ class Offload:
             )
 
     def _check_tiers(self) -> None:
-        """Nothing lies below the masters, and gradients are where the optimizer can run."""
-        allowed = {"device": ("device",), "host": ("host",), "nvme": ("host", "nvme")}
-        gradients = allowed[self.optimizer]
-        if self.gradients not in gradients:
-            both = " or ".join(f'"{tier}"' for tier in gradients)
+        """The device and host memory go together as one likes; a drive is below both."""
+        if self.optimizer == "nvme" and self.gradients == "device":
             raise ConfigError(
-                f"offload.gradients={self.gradients!r}, but offload.optimizer={self.optimizer!r}: "
-                f"gradients lie where the optimizer runs. Say gradients={both}"
+                'offload.gradients="device", but offload.optimizer="nvme": chunks of the step read '
+                'them from host memory or the drive. Say gradients="host" or "nvme"'
             )
-        if self.parameters not in ("device", *gradients):
-            tier = self.parameters
-            raise ConfigError(
-                f"offload.parameters={tier!r}, but offload.optimizer={self.optimizer!r}: what is "
-                "updated there has its values there, or in faster memory. Say "
-                f'optimizer="{tier}", gradients="{tier}" too'
-            )
+        for name in ("gradients", "parameters"):
+            if getattr(self, name) == "nvme" != self.optimizer:
+                raise ConfigError(
+                    f"offload.{name}='nvme', but offload.optimizer={self.optimizer!r}: nothing "
+                    f'lies below the masters. Say {name}="host", or optimizer="nvme" too'
+                )
 
     def _check_nvme(self) -> None:
         if self.path is not None:
@@ -205,6 +202,11 @@ class Offload:
                 return json.dumps(short)
         settings = (f"{name}={json.dumps(value)}" for name, value in _changed(self))
         return f"onecopy.Offload({', '.join(settings)})"
+
+    @property
+    def is_all_on_device(self) -> bool:
+        """Nothing is offloaded."""
+        return {self.optimizer, self.gradients, self.parameters} == {"device"}
 
     @property
     def is_all_on_nvme(self) -> bool:

@@ -25,6 +25,11 @@ from tests.runs import OPTIMIZERS, Plan, Run, full_values, train
 
 HOST = Offload(optimizer="host", gradients="host")
 ALL_HOST = Offload(optimizer="host", gradients="host", parameters="host")
+# The optimizer on the other side of what it needs.
+MEANS = Offload(gradients="host")
+MASTERS = Offload(optimizer="host")
+VALUES = Offload(parameters="host")
+MEANS_AND_VALUES = Offload(gradients="host", parameters="host")
 HALF = Offload(optimizer="host", gradients="host", fraction=0.5)
 WORLDS, STAGES = (1, 2, 3), (0, 1, 2, 3)
 
@@ -46,7 +51,8 @@ def check_equal(runs: list[tuple[Run, Run]]) -> None:
 
 CASES = [
     *itertools.product(WORLDS, STAGES, ("momentum", "adamw_fused"), (HOST, HALF)),
-    *itertools.product(WORLDS, (3,), ("momentum", "adamw"), (ALL_HOST, "cpu")),
+    *itertools.product(WORLDS, (3,), ("momentum", "adamw"), (ALL_HOST, "cpu", VALUES)),
+    *itertools.product(WORLDS, STAGES, ("momentum", "adamw_fused"), (MEANS, MASTERS)),
 ]
 
 
@@ -54,7 +60,14 @@ CASES = [
     "world, stage, optimizer, offload",
     CASES,
     3,
-    always=[(2, 3, "momentum", ALL_HOST), (2, 1, "adamw_fused", HOST), (1, 0, "momentum", HOST)],
+    always=[
+        (2, 3, "momentum", ALL_HOST),
+        (2, 1, "adamw_fused", HOST),
+        (1, 0, "momentum", HOST),
+        (2, 1, "adamw_fused", MEANS),
+        (2, 3, "momentum", MASTERS),
+        (2, 3, "momentum", VALUES),
+    ],
 )
 @pytest.mark.parametrize("name", ["gpt", "tied"])
 def test_fp32_training_is_the_same(
@@ -78,7 +91,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("offload", [HOST, ALL_HOST], ids=["host", "all host"])
+@pytest.mark.parametrize(
+    "offload",
+    [HOST, ALL_HOST, MEANS_AND_VALUES, MASTERS],
+    ids=["host", "all host", "means and values", "masters"],
+)
 def test_with_other_settings(pool: Pool, way: str, offload: Offload) -> None:
     """Whatever else is switched on."""
     plan = Plan(name="gpt", stage=3, optimizer="momentum", settings=WAYS[way])
@@ -116,10 +133,11 @@ def fp16_with_overflow(offload: Offload | None) -> tuple[list[float], dict[str, 
     return scales, full_values(model)
 
 
-def test_fp16_overflow_is_found_on_the_host(pool: Pool) -> None:
+@pytest.mark.parametrize("offload", [HOST, MEANS, MASTERS], ids=["host", "means", "masters"])
+def test_fp16_overflow_is_found_on_the_host(pool: Pool, offload: Offload) -> None:
     """The same steps are skipped."""
     for (scales, values), (own_scales, own_values) in zip(
-        pool.run(2, fp16_with_overflow, None), pool.run(2, fp16_with_overflow, HOST), strict=True
+        pool.run(2, fp16_with_overflow, None), pool.run(2, fp16_with_overflow, offload), strict=True
     ):
         assert scales == own_scales
         assert scales[1] < scales[0], "no step was skipped"
@@ -156,6 +174,11 @@ def test_bytes_that_move(pool: Pool, stage: int, precision: str, width: int) -> 
     """Each owned gradient down once a backward, each value up once a step: ZeRO-Offload, 3.3."""
     for moved, numel in pool.run(2, swapped_bytes, stage, HOST, precision, 2):
         assert moved == {"down": 2 * width * numel, "up": width * numel}
+    # Sums of means move once a step: down rounded as on the wire, up with all of their digits.
+    for moved, numel in pool.run(2, swapped_bytes, stage, MASTERS, precision, 2):
+        assert moved == {"down": width * numel, "up": width * numel}
+    for moved, numel in pool.run(2, swapped_bytes, stage, MEANS, precision, 2):
+        assert moved == {"down": 2 * width * numel, "up": 4 * numel}
 
 
 def test_bytes_that_move_where_parameters_are_on_the_host(pool: Pool) -> None:
@@ -163,6 +186,8 @@ def test_bytes_that_move_where_parameters_are_on_the_host(pool: Pool) -> None:
     (moved, numel), _ = pool.run(2, swapped_bytes, 3, ALL_HOST, "bf16", 1)
     assert moved["down"] == 2 * numel
     assert 2 * numel < moved["up"] <= 2 * 2 * numel
+    (others, numel), _ = pool.run(2, swapped_bytes, 3, VALUES, "bf16", 1)
+    assert others == moved, "values go down once a step, instead of gradients"
 
 
 def places(stage: int, offload: Offload) -> list[tuple[bool, bool]]:
@@ -191,7 +216,7 @@ def test_masters_lie_in_memory_of_their_own(pool: Pool, stage: int) -> None:
 
 
 def held(stage: int, offload: Offload) -> tuple[StateBytes, StateBytes]:
-    """Bytes of states after a backward, and what they are to be on the host by the formula."""
+    """Bytes of states after a backward, and what they would be on the host if all were there."""
     model = models.build("gpt")
     optimizer = OPTIMIZERS["adamw_fused"](model)
     onecopy.shard(model, optimizer, stage=stage, precision="bf16", offload=offload)
@@ -227,6 +252,23 @@ def test_bytes_on_the_device_and_on_the_host(pool: Pool, stage: int) -> None:
         assert (states.device, states.host) == (0, on_host.total)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_where_the_optimizer_is_on_the_other_side(pool: Pool, stage: int) -> None:
+    """What is said to be on the host is, and nothing is there twice."""
+    plain = [states.total for states, _ in pool.run(2, held, stage, Offload())]
+    for (states, each), total in zip(pool.run(2, held, stage, MEANS), plain, strict=True):
+        assert states.host == each.gradients
+        assert states.total == total
+    for (states, each), total in zip(pool.run(2, held, stage, MASTERS), plain, strict=True):
+        assert states.host == each.parameters + each.optimizer
+        # And the values that the device computes with, where they are not whole anyway.
+        assert states.total == total + (each.parameters // 2 if stage == 3 else 0)
+    if stage == 3:
+        for (states, each), total in zip(pool.run(2, held, 3, VALUES), plain, strict=True):
+            assert states.host == each.parameters // 2
+            assert states.total == total + states.host
+
+
 def save_and_go_on(root: str, before: Offload | None, after: Offload | None) -> bool:
     """Train two steps, save, load into another placement, train one more; and without a break."""
 
@@ -254,7 +296,9 @@ def save_and_go_on(root: str, before: Offload | None, after: Offload | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(None, ALL_HOST), (HOST, None), (HALF, HOST)], ids=str
+    ("before", "after"),
+    [(None, ALL_HOST), (HOST, None), (HALF, HOST), (MEANS, MASTERS), (MASTERS, VALUES)],
+    ids=str,
 )
 def test_checkpoints_do_not_know_of_it(
     pool: Pool, tmp_path: Path, before: Offload | None, after: Offload | None
@@ -295,11 +339,13 @@ def clamp(model: nn.Module) -> None:
         parameter.clamp_(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("offload", [HOST, ALL_HOST], ids=["host", "all host"])
+@pytest.mark.parametrize(
+    "offload", [HOST, ALL_HOST, VALUES, MASTERS], ids=["host", "all host", "values", "masters"]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_writes_reach_masters_on_the_host(pool: Pool, stage: int, offload: Offload) -> None:
     """And unshard brings everything back."""
-    if stage == 0 and offload is ALL_HOST:
+    if stage == 0 and offload.parameters == "host":
         pytest.skip("parameters stay on the device at stage 0")
     assert pool.run(1, written_inside, clamp, stage, offload) == [True]
 
@@ -331,12 +377,14 @@ def unfreeze_half_way() -> list[bool]:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"gradients": "host"}, ["gradients", "where the optimizer runs"]),
-        ({"parameters": "host"}, ["parameters", 'optimizer="host"']),
         ({"optimizer": "hots", "gradients": "host"}, ["'hots'", "'host'"]),
         ({"fraction": 1.5}, ["fraction=1.5", "from 0 to 1"]),
         ({"optimizer": "nvme", "gradients": "nvme"}, ["offload.path", "a folder"]),
         ({"optimizer": "nvme", "path": "/x"}, ['gradients="host" or "nvme"']),
+        (
+            {"optimizer": "host", "delayed_update": True},
+            ["delayed_update", 'gradients="host"'],
+        ),
         ({"optimizer": "host", "gradients": "nvme"}, ["gradients='nvme'", 'gradients="host"']),
         ({"parameters": "nvme"}, ["parameters='nvme'", 'optimizer="nvme"']),
         ({"path": "/x"}, ["path='/x'", 'optimizer="nvme"']),

@@ -22,6 +22,9 @@ HOST = Offload(optimizer="host", gradients="host")
 PLACES = {
     "host": HOST,
     "all host": Offload(optimizer="host", gradients="host", parameters="host"),
+    "means": Offload(gradients="host"),
+    "masters": Offload(optimizer="host"),
+    "values": Offload(parameters="host"),
     "a part": Offload(optimizer="host", gradients="host", fraction=0.6),
     "delayed": Offload(optimizer="host", gradients="host", delayed_update=1),
 }
@@ -112,7 +115,9 @@ def train(device: str, stage: int, offload: Offload, loop: Loop, settings: dict[
         if piece in optimizer.state
     ]
     assert offloaded
-    assert all(one.is_cpu for piece, state in offloaded for one in (piece, *state.values()))
+    for piece, state in offloaded:
+        assert all(one.is_cpu == piece.is_cpu for one in state.values() if one.dim())
+        assert piece.is_cpu == (offload.optimizer == "host")
 
 
 def back(device: str) -> None:
@@ -147,7 +152,7 @@ def cases() -> list[tuple[int, str, Loop, dict[str, Any]]]:
     loops = (clip, write_gradients, accumulate, look, freeze)
     found: list[tuple[int, str, Loop, dict[str, Any]]] = []
     for place in PLACES:
-        stages = (3,) if place == "all host" else (1, 3)
+        stages = (1, 3) if PLACES[place].parameters == "device" else (3,)
         found += [(stage, place, loop, {}) for stage in stages for loop in loops]
         found += [
             (stage, place, nothing, settings)

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from onecopy.core.layout import Layout, Piece, Span
+from onecopy.core.offload import HOST
+from onecopy.core.resting_mean import MeanTier, RestingMean
 from onecopy.core.swapped import Swapped
 from onecopy.memory import buffers
 
@@ -81,8 +83,13 @@ class Gradients:
         # Which this rank has brought to no reduce of the running backward.
         self._absent = self._all
         self._pending: Pending | None = None
-        # Where gradients are offloaded: a mean on its way to host memory, and its flags.
-        self._lane = unit.slice.lane
+        # Where means rest in host memory: one on its way there, and its flags.
+        placement = unit.slice.placement
+        is_below = placement is not None and placement.gradients != "device"
+        self._lane = unit.slice.lane if is_below else None
+        # Where they rest in another memory than the pieces, and the mean that does.
+        self._tier = self._tier_of_mean()
+        self._resting: RestingMean | None = None
         self._arriving: tuple[Arriving, list[bool] | None] | None = None
         # Where they are to be on disk: the mean, once there has been one.
         self._on_disk: Swapped | None = None
@@ -260,7 +267,7 @@ class Gradients:
         if self._arriving is None:
             return
         (arriving, flags), self._arriving = self._arriving, None
-        result = torch.empty(self._stride, dtype=self._sum_dtype, device=self.unit.slice.device)
+        result = torch.empty(self._stride, dtype=self._sum_dtype, device=self.device)
         buffers.want_huge_pages(result)
         result[: self._slice_numel] = arriving.wait()
         result[self._slice_numel :].zero_()
@@ -329,7 +336,9 @@ class Gradients:
         """What `zero_grad` means: no gradients, or zeros where there were some."""
         mean = self.mean
         self.clear(keep_means=not set_to_none)
-        if mean is not None and not set_to_none:
+        if self._resting is not None:
+            self._resting.zero()
+        elif mean is not None and not set_to_none:
             with self.at_hand(changes=True):
                 mean.zero_()
         self.forget_overflow()
@@ -343,6 +352,7 @@ class Gradients:
         self._arriving = None
         self._free_buffer()
         if not keep_means:
+            self._resting = None
             for piece in self.unit.slice.pieces.values():
                 piece.grad = None
             self.forget_overflow()
@@ -350,7 +360,7 @@ class Gradients:
     def scale_by(self, loss_scale: LossScale) -> None:
         """From now on what is reduced is this many times too large."""
         self._loss_scale = loss_scale
-        self.found_inf = torch.zeros((), device=self.unit.slice.device)
+        self.found_inf = torch.zeros((), device=self.device)
 
     def forget_overflow(self) -> None:
         """The gradients that were not finite are gone."""
@@ -359,7 +369,9 @@ class Gradients:
 
     @contextmanager
     def in_master_dtype(self) -> Iterator[None]:
-        """Inside, the pieces' gradients have the dtype that torch.optim wants."""
+        """Inside, the pieces' gradients are beside them, in the dtype that torch.optim wants."""
+        if self._resting is not None:
+            self._resting.fetch()
         kept = [
             (piece, piece.grad)
             for piece in self.unit.slice.pieces.values()
@@ -372,6 +384,62 @@ class Gradients:
         finally:
             for piece, gradient in kept:
                 piece.grad = gradient
+            kept.clear()
+            if self._resting is not None:
+                self._resting.leave()
+
+    # Where the mean rests in another memory than the pieces -------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mean lies, and backwards add to it."""
+        if self._tier is None:
+            return self.unit.slice.device
+        return self.unit.flat.device if self._tier.is_device else HOST
+
+    def at_rest(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This gradient of a piece where its values lie."""
+        return gradient if self._resting is None else self._resting.at_rest(gradient)
+
+    def start_fetch(self) -> None:
+        """A step is about to take the mean."""
+        if self._resting is not None:
+            self._resting.start_fetch()
+
+    @property
+    def means(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What holds the mean on the device, and in host memory."""
+        if self._resting is not None:
+            return self._resting.tensors
+        return (None, self.mean) if self.unit.slice.is_offloaded else (self.mean, None)
+
+    def _tier_of_mean(self) -> MeanTier | None:
+        owned, placement = self.unit.slice, self.unit.slice.placement
+        if placement is None or (placement.gradients == "device") is not owned.is_offloaded:
+            return None
+        return MeanTier(
+            lane=placement.lane,
+            unit=self.unit.name,
+            is_device=owned.is_offloaded,
+            pieces=owned.device,
+            numel=self._slice_numel,
+            wire=self.buffer.dtype,
+        )
+
+    def _accumulate_at_rest(
+        self, tier: MeanTier, result: torch.Tensor, flags: list[bool] | None
+    ) -> None:
+        """`_accumulate` where the mean rests."""
+        resting = self._resting
+        if resting is None or self.mean is not resting.whole:
+            self.is_fresh = True
+            resting = RestingMean(tier, result.to(self.unit.dtypes.gradient), self._views)
+            self._resting = resting
+        else:
+            resting.add(result, [piece for _, piece in self._owned])
+        for order, (_, piece) in enumerate(self._owned):
+            if piece.grad is None and (flags is None or flags[order]):
+                piece.grad = resting.views[order]
 
     def expect_all(self) -> None:
         """After a backward that failed: what came in it says nothing of what comes next."""
@@ -410,6 +478,9 @@ class Gradients:
 
     def _accumulate(self, result: torch.Tensor, flags: list[bool] | None) -> None:
         """Add a mean to the owned slice; pieces without a gradient so far start from it."""
+        if self._tier is not None:
+            self._accumulate_at_rest(self._tier, result, flags)
+            return
         mean = self.mean
         if mean is None:
             self.is_fresh = True

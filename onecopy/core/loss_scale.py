@@ -225,14 +225,17 @@ def _any_rank_overflowed(engine: Engine, gradients: Sequence[Gradients]) -> bool
 
 def _warn_of_lowest(engine: Engine, scale: LossScale) -> None:
     names = [
-        (name, unit.slice.pieces.get(index))
+        (name, unit, unit.slice.pieces.get(index))
         for unit in engine.units
         for index, name in enumerate(unit.names)
     ]
     bad = [
         number
-        for number, (_, piece) in enumerate(names)
-        if piece is not None and piece.grad is not None and not piece.grad.isfinite().all()
+        for number, (_, unit, piece) in enumerate(names)
+        if piece is not None
+        and piece.grad is not None
+        and unit.gradients is not None
+        and not unit.gradients.at_rest(piece.grad).isfinite().all()
     ]
     last = len(names) - 1
     # The smallest number of any rank.

@@ -38,13 +38,15 @@ class Placement:
     """Where the states of a unit lie that has some of them in host memory.
 
     lane: what moves them between the device and host memory.
+    optimizer: where masters and optimizer states lie, "device", "host" or "nvme".
     parameters: where what this rank owns of the parameters lies, "device", "host" or "nvme"; each
         gather brings it up from the latter two.
-    gradients: where owned gradients lie, "host" or "nvme".
+    gradients: where owned gradients lie until the step, likewise.
     disk: what reads and writes files; None where masters and optimizer states are in host memory.
     """
 
     lane: HostLane
+    optimizer: str
     parameters: str
     gradients: str
     disk: DiskLane | None = None
@@ -139,7 +141,7 @@ def place_units(
         ConfigError: what the device keeps whole cannot lie in host memory, or is kept in two parts.
     """
     offload = config.offload
-    if not isinstance(offload, Offload) or offload.optimizer == "device":
+    if not isinstance(offload, Offload) or offload.is_all_on_device:
         return list(specs)
     if offload.parameters != "device" and not releases and not offload.is_all_on_nvme:
         raise ConfigError(
@@ -147,7 +149,7 @@ def place_units(
             "rank keeps whole parameters to compute with: say stage=3, or leave parameters on the "
             "device"
         )
-    if any(spec.dtypes.splits_master for spec in specs):
+    if offload.optimizer != "device" and any(spec.dtypes.splits_master for spec in specs):
         raise ConfigError(
             'offload and precision.master="bf16+16": that keeps half of each master in the '
             "parameters, on the device. Leave one of both out"
@@ -155,6 +157,7 @@ def place_units(
     lane = HostLane(specs[0].device, events)
     placement = Placement(
         lane=lane,
+        optimizer=offload.optimizer,
         parameters=offload.parameters,
         # What exists within backward alone has no use for a disk.
         gradients="host" if config.step_in_backward else offload.gradients,

@@ -147,7 +147,7 @@ def _placed(name: str, value: Any, unit: Unit, number: int) -> Any:
             "and attach it by onecopy.shard(model, optimizer)"
         )
     # Counters stay where the optimizer has them, but for those that the host could not read.
-    is_moved = value.dim() or unit.slice.lane is not None
+    is_moved = value.dim() or unit.slice.is_offloaded
     return value.to(unit.slice.device) if is_moved else value
 
 

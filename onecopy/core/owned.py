@@ -156,7 +156,7 @@ class OwnedGradients:
         elif piece is None or piece.grad is None:
             stand_in.part = unit.flat.new_zeros(0 if piece is None else piece.numel())
         else:
-            part = unit.slice.from_piece(index, piece.grad)
+            part = unit.slice.from_piece(index, self._at_rest(number, piece.grad))
             stand_in.part = part.to(unit.flat.device, unit.flat.dtype, copy=True)
         self._stand_ins[number] = OwnedGradient(self, number, self._parameters[number])
 
@@ -352,9 +352,7 @@ class OwnedGradients:
         if unit is None:
             self._wholes.change(lambda whole: whole.mul_(factor))
         for at_hand in self._at_hand(numbers, changes=True):
-            pieces = [self._pieces[number] for number in at_hand]
-            grads = [piece.grad for piece in pieces if piece is not None]
-            for device, present in _by_device(one for one in grads if one is not None).items():
+            for device, present in _by_device(self._gradients(at_hand).values()).items():
                 torch._foreach_mul_(present, factor.to(device))
 
     def _at_hand(self, numbers: Iterable[int], *, changes: bool) -> Iterator[list[int]]:
@@ -385,9 +383,23 @@ class OwnedGradients:
             place = (self._units[number], self._indices[number])
             self._wholes.change(lambda whole: function(whole, *args, **kwargs), place)
             if piece is not None and piece.grad is not None:
-                device = piece.grad.device
-                args, kwargs = map_tensors((args, kwargs), lambda one: one.to(device))
-                function(piece.grad, *args, **kwargs)
+                gradient = self._at_rest(number, piece.grad)
+                args, kwargs = map_tensors((args, kwargs), lambda one: one.to(gradient.device))
+                function(gradient, *args, **kwargs)
+
+    def _gradients(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+        """This rank's parts of gradients, where their values lie."""
+        pieces = [(number, self._pieces[number]) for number in numbers]
+        return {
+            number: self._at_rest(number, piece.grad)
+            for number, piece in pieces
+            if piece is not None and piece.grad is not None
+        }
+
+    def _at_rest(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        gradients = self._units[number].gradients
+        assert gradients is not None, "what has a gradient is trainable"
+        return gradients.at_rest(gradient)
 
     def norms(self, order: float) -> torch.Tensor:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""
@@ -424,17 +436,12 @@ class OwnedGradients:
     ) -> torch.Tensor:
         """Put norms to the power of their order into their places; largest magnitudes for inf."""
         for at_hand in self._at_hand(numbers, changes=False):
-            pieces = [(number, self._pieces[number]) for number in at_hand]
-            grads = [
-                (number, piece.grad)
-                for number, piece in pieces
-                if piece is not None and piece.grad is not None
-            ]
+            grads = self._gradients(at_hand)
             if grads:
-                norms = torch._foreach_norm([grad for _, grad in grads], order, dtype=local.dtype)
+                norms = torch._foreach_norm(list(grads.values()), order, dtype=local.dtype)
                 values = torch.stack([norm.to(local) for norm in norms])
                 is_inf = order == float("inf")
-                local[[number for number, _ in grads]] = values if is_inf else values**order
+                local[list(grads)] = values if is_inf else values**order
         return local
 
     def _refuse_taken(self, stand_in: OwnedGradient) -> None:

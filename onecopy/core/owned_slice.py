@@ -31,7 +31,7 @@ from onecopy.errors import ShardingError
 if TYPE_CHECKING:
     from onecopy.comm.groups import Groups
     from onecopy.core.layout import Layout, Piece
-    from onecopy.core.offload import HostLane, Placement
+    from onecopy.core.offload import Arriving, HostLane, Placement
     from onecopy.core.swapped import Moving, Swapped
 
 __all__ = ["OwnedSlice"]
@@ -43,6 +43,7 @@ class OwnedSlice:
     Attributes:
         own: see the module's docstring.
         pieces: by number of the parameter in the unit.
+        is_offloaded: the master lies in host memory, or on disk.
         is_in_update: an update under way is changing the master; see delayed.py.
         rank: number of the slice that this rank owns.
     """
@@ -77,7 +78,8 @@ class OwnedSlice:
         # it keeps them at all.
         self._is_stale = False
         self._stays = True
-        self.is_in_update = False
+        self.is_in_update = self.is_offloaded = False
+        self._arriving: Arriving | None = None
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(self._part(piece), requires_grad=trainable[piece.index])
             for piece in layout.pieces(self.rank)
@@ -104,16 +106,25 @@ class OwnedSlice:
         return found if self._resting is None else (*found, *self._resting.tensors)
 
     @property
+    def on_host(self) -> tuple[torch.Tensor, ...]:
+        """What of that lies in host memory."""
+        if not self._has_copy:
+            return ()
+        kept = () if self._kept is None or self._stays else (self._kept,)
+        return (self._master, *kept) if self.is_offloaded else kept
+
+    @property
     def device(self) -> torch.device:
-        """Where the master lies, and with it gradients and optimizer states."""
+        """Where the master lies, and with it the optimizer's states."""
         return self._master.device
 
-    def offload(self, placement: Placement, name: str, *, releases: bool) -> None:
-        """From now on the master lies in host memory, or on disk.
+    def offload(self, placement: Placement, name: str, *, releases: bool, is_trained: bool) -> None:
+        """From now on states lie where they are to be: the master, and what gathers send.
 
         Args:
             name: of the unit.
             releases: the flat buffer does not keep the values.
+            is_trained: there is something to update: what is frozen has only values.
 
         Raises:
             SwapError: the disk has no room for it, or fails.
@@ -121,10 +132,15 @@ class OwnedSlice:
         self._placement, self._name = placement, name
         parameters = placement.parameters if releases else "device"
         self._stays, compute = parameters == "device", self.own.dtype
+        self._kept = None
+        if is_trained and placement.optimizer == "device":
+            self._keep_master_on_device()
+            return
         if releases and self._stays:
             self._kept = self._master.to(compute)
         master = torch.empty_like(self._master, device=HOST).copy_(self._master)
         self._take_master(master)
+        self.is_offloaded = True
         if placement.disk is None:
             return
         if parameters == "host":
@@ -139,9 +155,24 @@ class OwnedSlice:
         )
         self._resting = self.disk.master
 
+    def _keep_master_on_device(self) -> None:
+        """Only gradients, or what gathers send, are elsewhere."""
+        if self.is_offloaded:
+            # It was frozen, and lay with the values.
+            self._take_master(self._master.to(self.own.device, copy=True))
+            self.is_offloaded = False
+        if not self._stays:
+            self._kept = torch.empty_like(self._master, dtype=self.own.dtype, device=HOST)
+            self._is_stale = True
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where states of this slice lie; None where all are on the device."""
+        return self._placement
+
     @property
     def lane(self) -> HostLane | None:
-        """What moves gradients and values; None where the master lies on the device."""
+        """What moves states between the device and host memory; None where none is elsewhere."""
         return None if self._placement is None else self._placement.lane
 
     def begin_split(self) -> None:
@@ -195,7 +226,8 @@ class OwnedSlice:
 
     def rounded(self) -> torch.Tensor:
         """(s,) the values in the compute dtype; in the flat buffer where that is kept."""
-        if self._placement is not None:
+        if self._has_copy:
+            assert self._placement is not None, "values beside the master have a place"
             self.settle()
             if self._stays:
                 return self.own if self._kept is None else self._kept
@@ -214,7 +246,15 @@ class OwnedSlice:
         """What gathers send where the device does not keep it."""
         if self.disk is not None and self.disk.is_read_by_gathers:
             return self.disk.fetch()
+        if self._arriving is not None and self._kept is not None:
+            self._kept.copy_(self._arriving.wait())
+            self._arriving = None
         return self._master if self._kept is None else self._kept
+
+    @property
+    def _has_copy(self) -> bool:
+        """What gathers send is not made from a master on the device."""
+        return self.is_offloaded or (self._placement is not None and not self._stays)
 
     def start_fetch(self) -> None:
         """A gather will come: begin to read what it sends, where that is on disk."""
@@ -231,11 +271,11 @@ class OwnedSlice:
 
     def send_up(self) -> None:
         """Where the master is elsewhere: let what gathers send have its values."""
-        if self._placement is None or not self._is_stale:
+        if not self._has_copy or not self._is_stale:
             return
         self._is_stale = False
         if self.disk is None:
-            if self._stays:
+            if self._stays or not self.is_offloaded:
                 self.publish(0, self._master)
             return
         self.disk.let_go()
@@ -251,6 +291,9 @@ class OwnedSlice:
         if self._stays:
             values = self.own if self._kept is None else self._kept
             self._placement.lane.up(values[low:high], masters, self._name)
+        elif not self.is_offloaded:
+            # Waited for when it is to be gathered.
+            self._arriving = self._placement.lane.down(masters, self.own.dtype, self._name)
         elif self._kept is not None:
             self._kept[low:high].copy_(masters)
         elif self.disk is not None and self.disk.has_values:

@@ -191,8 +191,10 @@ class Unit:
         if placement is not None:
             # What is frozen has nothing to step: it may only be offloaded as a parameter.
             if is_trained or placement.parameters != "device":
-                self.slice.offload(placement, self.name, releases=self._stage.releases)
-        elif self.dtypes.splits_master and not self._stage.releases:
+                self.slice.offload(
+                    placement, self.name, releases=self._stage.releases, is_trained=is_trained
+                )
+        if self.dtypes.splits_master and not self._stage.releases:
             self.slice.begin_split()
 
     def unfreeze(self, dtypes: Dtypes) -> Gradients:

@@ -9,6 +9,7 @@ hooks, schedulers and counters (in param_groups, or attributes of the optimizer)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -50,23 +51,28 @@ class UnitSteps:
     def run(self, units: Iterable[Unit]) -> None:
         """Update the pieces of units that have a gradient; nothing is sent around yet."""
         on_disk = {}
-        for unit in units:
-            pieces = self._pieces.get(unit, {})
-            if all(piece.grad is None for group in pieces.values() for piece in group):
-                continue
+        with_gradients = self.with_gradients()
+        work = [unit for unit in units if unit in with_gradients]
+        for unit, following in itertools.zip_longest(work, work[1:]):
+            pieces = with_gradients[unit]
             if unit.state is UnitState.GATHERING:
                 # A refresh under way still reads the values that are about to change.
                 unit.finish_gather()
             if unit.slice.disk is not None:
                 on_disk[unit] = pieces
             else:
-                self._run_in_memory(unit, pieces)
+                self._run_in_memory(unit, pieces, following)
         self.chunked.run(on_disk)
 
-    def _run_in_memory(self, unit: Unit, pieces: dict[int, list[nn.Parameter]]) -> None:
+    def _run_in_memory(
+        self, unit: Unit, pieces: dict[int, list[nn.Parameter]], following: Unit | None
+    ) -> None:
         assert unit.gradients is not None, "what has a gradient is trainable"
         unit.slice.join_master()
         with unit.gradients.in_master_dtype():
+            if following is not None and following.gradients is not None:
+                # Travels meanwhile.
+                following.gradients.start_fetch()
             optimizer = self._optimizer
             step_alone(optimizer, optimizer.param_groups, pieces)
         unit.slice.rest()

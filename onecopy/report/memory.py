@@ -36,7 +36,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     for unit in engine.units:
         parameters += unit.state_tensors
         if unit.gradients is not None:
-            gradients += [unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean]
+            gradients += [unit.gradients.buffer, unit.gradients.carry, *unit.gradients.means]
     on_disk = _on_disk(engine, optimizer)
     return StateBytes(
         parameters=_bytes(parameters) + on_disk[0],
@@ -74,10 +74,11 @@ def _on_host(engine: Engine, optimizer: torch.optim.Optimizer | None) -> int:
     units = [unit for unit in engine.units if unit.slice.lane is not None]
     tensors: list[torch.Tensor | None] = []
     for unit in units:
-        # The values that the device keeps beside it stay there.
-        tensors.append(unit.slice.tensors[0])
+        tensors += unit.slice.on_host
         if unit.gradients is not None:
-            tensors.append(unit.gradients.mean)
+            tensors.append(unit.gradients.means[1])
+        if not unit.slice.is_offloaded:
+            continue
         for piece in unit.slice.pieces.values():
             state = {} if optimizer is None else optimizer.state.get(piece, {})
             tensors += _tensors_of(state)
