@@ -416,7 +416,14 @@ folder = PrivateFolder(Path(sys.argv[1]), int(sys.argv[2]))
 (folder.path / "0-master.swap").write_bytes(b"1" * 4096)
 """
 # A child that outlives its parent does not keep the parent's folder.
-FORK = "if os.fork() == 0:\n    sys.stdin.read()\n    os._exit(0)\n"
+FORK = """
+begun, begin = os.pipe()
+if os.fork() == 0:
+    os.write(begin, b"1")
+    sys.stdin.read()
+    os._exit(0)
+os.read(begun, 1)
+"""
 WAIT = "print('open', flush=True)\nsys.stdin.read()\n"
 
 WRITE = """
