@@ -44,8 +44,8 @@ class Event(NamedTuple):
     kind: pass (a forward or a backward of the whole model begins), gather (a unit's values are
         being collected), release, reduce (a unit's gradients are being summed to their owners),
         refresh (values of updated slices travel), swap (bytes of a unit move between the device and
-        host memory), wait (this rank was blocked until a transfer
-        ended, or until ranks had agreed), step (one optimizer step), skip (a step that was not
+        host memory, or between that and disk), wait (this rank was blocked until a transfer ended,
+        or until ranks had agreed), step (one optimizer step), skip (a step that was not
         made, because gradients had overflowed), update (the optimizer was run on one unit, within
         backward), scale (the loss scale has changed), read (values came from files), stage (what is
         to be saved was copied to host memory), save (a checkpoint was written; one of async_save is
@@ -58,13 +58,16 @@ class Event(NamedTuple):
         reads from files or writes to them; 0 for other local events.
     group: shard or replica, the group the bytes travel in; empty for local events.
     seconds: how long it took, until now: wait, stage and save, which block this rank (a save in the
-        background blocks nobody but takes as long), step and skip (without a closure), update.
-    what: of a wait, what this rank was blocked in: gather, reduce or refresh of the unit, or agree
-        (ranks compared what they want next, or shared a small number, such as a norm). Of a pass,
-        what travels for it of all units, as far as the stage cuts them: "gather", "reduce",
-        "gather reduce". Of a swap, "up" to the device or "down" from it. Of step, skip and update,
-        the optimizer's class. Of a save in the background, "background".
-    value: the loss scale from now on (scale only).
+        background blocks nobody but takes as long), step and skip (without a closure), update. Of a
+        swap with the disk how long that took; this rank went on meanwhile.
+    what: of a wait, what this rank was blocked in: gather, reduce, refresh or swap of the unit, or
+        agree (ranks compared what they want next, or shared a small number, such as a norm). Of a
+        pass, what travels for it of all units, as far as the stage cuts them: "gather", "reduce",
+        "gather reduce". Of a swap, "up" to the device or "down" from it, "read" from disk or
+        "write" to it. Of step, skip and update, the optimizer's class. Of a save in the background,
+        "background".
+    value: of scale the loss scale from now on; of a swap with the disk how many seconds ago it has
+        ended.
     """
 
     kind: Kind

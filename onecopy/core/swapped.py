@@ -15,6 +15,7 @@ Source: ZeRO-Infinity (Rajbhandari et al. 2021), sections 5.1 and 6.3.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -49,16 +50,21 @@ class Moving:
         Raises:
             SwapError: it has failed; names the file and the unit.
         """
-        self._transfer.wait()
+        began, transfer = time.perf_counter(), self._transfer
+        transfer.wait()
         if self._is_reported:
             return
         self._is_reported = True
+        now = time.perf_counter()
+        if transfer.ended > began:
+            self._events.emit("wait", self._unit, seconds=now - began, what="swap")
         self._events.emit(
             "swap",
             self._unit,
-            num_bytes=self._transfer.num_bytes,
-            seconds=self._transfer.seconds,
+            num_bytes=transfer.num_bytes,
+            seconds=transfer.seconds,
             what=self._what,
+            value=now - transfer.ended,
         )
 
 

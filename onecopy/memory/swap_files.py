@@ -54,11 +54,12 @@ class Transfer:
     Attributes:
         num_bytes: of the elements.
         seconds: from its beginning to its end, once it has ended.
+        ended: when it has, by time.perf_counter().
     """
 
     def __init__(self, what: str, tensor: torch.Tensor) -> None:
         self.num_bytes = tensor.numel() * tensor.itemsize
-        self.seconds = 0.0
+        self.seconds = self.ended = 0.0
         self._what = what
         # The memory must live until the disk has done its work.
         self._tensor: torch.Tensor | None = tensor
@@ -105,7 +106,8 @@ class Transfer:
                 self._end()
 
     def _end(self) -> None:
-        self.seconds = time.perf_counter() - self._begun
+        self.ended = time.perf_counter()
+        self.seconds = self.ended - self._begun
         self._tensor = None
         self._ended.set()
 

@@ -40,7 +40,8 @@ class StepMeter:
 
     def note(self, event: Event, now: float) -> None:
         """Something with a duration has ended just now."""
-        if event.what == "background":
+        if event.what == "background" or (event.kind == "swap" and event.seconds):
+            # The rank went on meanwhile.
             return
         seconds = min(event.seconds, now - self._began)
         begin, inside, spans = now - seconds - TOLERANCE, 0.0, self._spans

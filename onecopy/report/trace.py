@@ -7,6 +7,7 @@ Each rank is a process of the trace, with these threads:
     waiting     where the rank was blocked, and for what
     gather, reduce, refresh     transfers, from their start until the rank has taken their result
     optimizer   optimizer.step(), and updates of single units within backward
+    disk        reads and writes of states on disk, while the rank goes on
     I/O         files, and copies for checkpoints; moves between device and host, as moments
 
 Spans of a thread nest or do not overlap; where they would, there is another thread of that name.
@@ -41,7 +42,16 @@ __all__ = ["TRACE_FILE", "Span", "spans_of", "trace_events", "write_trace"]
 TRACE_FILE = "trace.json"
 OPTIMIZER = ("step", "skip", "update")
 # In this order on the page; a thread without spans is not there.
-THREADS = ("steps", "compute", "waiting", *SENT, "optimizer", "I/O", "I/O in the background")
+THREADS = (
+    "steps",
+    "compute",
+    "waiting",
+    *SENT,
+    "optimizer",
+    "disk",
+    "I/O",
+    "I/O in the background",
+)
 # Seconds by which what follows may seem to begin too early: times and durations in a run's folder
 # have seven digits.
 ROUNDING = 2e-7
@@ -237,6 +247,9 @@ def _of_duration(event: EventRecord) -> Span | None:
         return Span("optimizer", name, begin, event.time, {**_of(event), "optimizer": event.what})
     if event.kind == "swap":
         name = _named(f"swap {event.what}", event)
+        if event.seconds:
+            end = event.time - event.value
+            return Span("disk", name, end - event.seconds, end, _of(event))
     if event.seconds or event.kind == "swap":
         thread = "I/O in the background" if event.what == "background" else "I/O"
         return Span(thread, name, begin, event.time, _of(event))
