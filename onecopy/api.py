@@ -432,7 +432,8 @@ def _shard_one(
 ) -> None:
     device = specs[0].device
     if device.type == "cpu":
-        buffers.reuse_freed_blocks()
+        is_short = isinstance(config.offload, Offload) and config.offload.optimizer == "nvme"
+        (buffers.return_freed_blocks if is_short else buffers.reuse_freed_blocks)()
     events = Events(config.sinks)
     number, key = number_of_model(world)
     groups = comm_groups.make_groups(world, cut=STAGES[config.stage_number].shards_anything)

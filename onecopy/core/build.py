@@ -37,6 +37,7 @@ from onecopy.core.cells import (
 )
 from onecopy.core.recorder import Recorder
 from onecopy.errors import ShardingError
+from onecopy.memory import buffers
 from onecopy.memory.tensor_files import StoredTensor
 
 __all__ = [
@@ -104,6 +105,8 @@ def init_sharded(device: torch.device | str | int | None = None) -> Iterator[Non
         yield
         return
     target = default_device() if device is None else torch.empty(0, device=device).device
+    # Until shard: one parameter after another is made here, and forgotten.
+    buffers.return_freed_blocks()
     current = Recorder(target)
     handle = register_module_parameter_registration_hook(_on_registration)
     try:

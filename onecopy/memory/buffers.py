@@ -9,6 +9,10 @@ below 32 MiB from a heap that it keeps, so that units, gradients and activations
 same pages: returning each block to the system costs a fault for every page that is taken again.
 Larger buffers come from the system and go back to it; they ask for huge pages, which makes their
 faults several times cheaper. What this costs and saves was measured: docs/design.md.
+
+The heap that is kept is larger than what is in use: torch asks for aligned blocks, and a hole that
+a block has left is a little too small for the next one of its size. Who has states on disk because
+memory is short has each block come from the system, and go back to it.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ __all__ = ["free", "grow", "is_freed", "num_owners", "reuse_freed_blocks", "want
 # glibc takes no larger threshold. The heap is trimmed when this much lies free at its end.
 MMAP_THRESHOLD_BYTES = 32 << 20
 TRIM_THRESHOLD_BYTES = 256 << 20
+# Blocks of this size and more come from the system where they are to go back to it.
+RETURNED_BYTES = 256 << 10
 HUGE_PAGE_BYTES = 2 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MADV_HUGEPAGE = -1, -3, 14
 
@@ -47,6 +53,15 @@ def reuse_freed_blocks() -> None:
     if library is not None:
         library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         library.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+
+
+def return_freed_blocks() -> None:
+    """From now on, freed blocks of 256 KiB and more go back at once (glibc; whole process)."""
+    library = _libc()
+    if library is not None:
+        library.mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * RETURNED_BYTES)
+        library.malloc_trim(0)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
