@@ -27,12 +27,13 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ALIGNMENT", "SEGMENT_BYTES", "DirectFile", "aligned", "can_be_direct", "host_memory"]
+__all__ = ["ALIGNMENT", "DirectFile", "aligned", "can_be_direct", "host_memory", "longest_piece"]
 
 # Bytes: a page, and a multiple of every block size that disks have.
 ALIGNMENT = 4096
-# The longest piece that one thread moves at once, and so the size of what it keeps for bounces.
+# The longest piece that one thread moves at once: straight, and by way of memory that it keeps.
 SEGMENT_BYTES = 4 << 20
+BOUNCE_BYTES = 512 << 10
 # Where one of these comes from an O_DIRECT request that is aligned, the file system knows none.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -49,6 +50,12 @@ Vector = Callable[[int, list[memoryview], int], int]
 def aligned(num_bytes: int) -> int:
     """The next multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def longest_piece(address: int, offset: int) -> int:
+    """Bytes that one thread moves at once from or to memory there and a file's `offset`."""
+    is_straight = address % ALIGNMENT == offset % ALIGNMENT
+    return (SEGMENT_BYTES if is_straight else BOUNCE_BYTES) - offset % ALIGNMENT
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
@@ -250,9 +257,9 @@ _of_thread = threading.local()
 
 
 def _bounce_memory() -> int:
-    """The address of memory that this thread keeps: a segment, and a block at each of its ends."""
+    """The address of memory that this thread keeps: a bounce, and a block at each of its ends."""
     if not hasattr(_of_thread, "bounce"):
-        _of_thread.bounce = host_memory(SEGMENT_BYTES + 2 * ALIGNMENT)
+        _of_thread.bounce = host_memory(BOUNCE_BYTES + 2 * ALIGNMENT)
     return int(_of_thread.bounce.data_ptr())
 
 

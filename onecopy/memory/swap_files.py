@@ -25,11 +25,11 @@ import torch
 from onecopy.errors import SwapError
 from onecopy.memory.direct_io import (
     ALIGNMENT,
-    SEGMENT_BYTES,
     DirectFile,
     aligned,
     can_be_direct,
     host_memory,
+    longest_piece,
 )
 from onecopy.memory.private_folder import SUFFIX, PrivateFolder
 
@@ -271,7 +271,7 @@ def _segments(array: SwapArray, start: int, tensor: torch.Tensor) -> Iterator[tu
     address, left = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     offset = array.offset + start * tensor.itemsize
     while left:
-        num_bytes = min(left, SEGMENT_BYTES - offset % ALIGNMENT)
+        num_bytes = min(left, longest_piece(address, offset))
         yield address, num_bytes, offset
         address, left, offset = address + num_bytes, left - num_bytes, offset + num_bytes
 
