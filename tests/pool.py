@@ -107,7 +107,7 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *arguments: Any,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         group_timeout: float | None = None,
         expect_failures: bool = False,
         record_warnings: bool = False,

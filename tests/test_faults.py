@@ -536,10 +536,11 @@ def killed_in(where: str) -> None:
 @pytest.mark.parametrize(("world", "where"), [(2, "forward"), (3, "backward"), (3, "vote")])
 def test_a_killed_rank_is_an_error_on_the_others(pool: Pool, world: int, where: str) -> None:
     """Not a hang, and not an error of the transport without a name."""
-    results = pool.run(world, killed_in, where, timeout=60, expect_failures=True)
+    results = pool.run(world, killed_in, where, expect_failures=True)
     *others, lost = results
     assert lost.type_name == "RankDied"
     for error in others:
         assert isinstance(error, RankError)
         assert error.type_name == "CommunicationError", str(error)
-        assert f"the process of rank {lost.rank} has ended without a word" in error.message
+        text = f"the process of rank {lost.rank} has ended without a word"
+        assert text in error.message, str(error)

@@ -117,7 +117,7 @@ def test_a_script_that_launches_when_imported_is_told_so(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text("import onecopy\n\ndef rank(): ...\n\nonecopy.launch(rank, 2)\n")
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
     )
     words = "ConfigError: launch() was called while a rank process imports the script. Put the call"
     assert words in done.stderr
@@ -174,6 +174,11 @@ def test_functions_typed_in_at_a_prompt_can_be_launched() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable], input=program, capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable],
+        input=program,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
     )
     assert done.stdout == "[0, 1]\n", done.stderr

@@ -127,7 +127,7 @@ def test_expected_failures_are_returned(pool: Pool) -> None:
 
 def test_a_hung_rank_is_killed_and_replaced(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     before = pool.run(2, process_id)
-    first, second = pool.run(2, hang_on, 1, timeout=2, expect_failures=True)
+    first, second = pool.run(2, hang_on, 1, timeout=5, expect_failures=True)
     assert first == "fine"
     assert isinstance(second, RankError) and second.type_name == "RankHung"
     assert "hang_on" in second.trace

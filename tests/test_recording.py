@@ -331,7 +331,7 @@ def elsewhere(folder: Path) -> None:
 
 def test_ranks_that_differ_hear_of_it(pool: Pool, tmp_path: Path) -> None:
     """Instead of waiting for each other."""
-    for text in pool.run(2, alone, tmp_path / "a", timeout=60):
+    for text in pool.run(2, alone, tmp_path / "a"):
         assert "rank 0 wants onecopy.record" in text
     for error in pool.run(2, elsewhere, tmp_path / "b", expect_failures=True):
         assert isinstance(error, RankError)
