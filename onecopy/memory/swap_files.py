@@ -24,7 +24,6 @@ import torch
 
 from onecopy.errors import SwapError
 from onecopy.memory.direct_io import (
-    ALIGNMENT,
     DirectFile,
     aligned,
     can_be_direct,
