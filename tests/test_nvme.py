@@ -124,3 +124,18 @@ def test_what_lies_where(pool: Pool, tmp_path: Path, stage: int, precision: str 
         assert found.nvme - (12 * owned + 4 * means + values) in range(-owned // 2, 1), found
         assert found.host == 0
         assert found.device == (0 if stage == 3 else whole) * (2 if precision else 4), found
+
+
+def too_large(path: str) -> None:
+    """Whole parameters of 16 KiB, and chunks of 4 KiB."""
+    offload = Offload(optimizer="nvme", gradients="nvme", path=path, buffer_bytes=3 << 12)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    onecopy.shard(model, optimizer, stage=1, whole_parameters=True, offload=offload)
+
+
+def test_whole_parameters_must_fit_into_the_buffers(pool: Pool, tmp_path: Path) -> None:
+    """Before the first step, with the size that would do."""
+    first, *_ = pool.run(2, too_large, str(tmp_path), expect_failures=True)
+    assert "weight" in str(first)
+    assert "buffer_bytes=196608" in str(first)

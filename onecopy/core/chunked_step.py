@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.core.guard import is_guarded
 from onecopy.core.optimizer_state import COUNTERS
 from onecopy.core.step_alone import step_alone
 from onecopy.core.swapped import Swapped
-from onecopy.errors import ShardingError
+from onecopy.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:
     from onecopy.core.slice_on_disk import SliceOnDisk
@@ -122,6 +123,26 @@ class ChunkedStep:
         # What the chunks of a piece have left so far in this step, by the names of its state.
         self._left: dict[nn.Parameter, dict[str, Any]] = {}
         self._slots: list[_Slot] = []
+
+    def check_room(self, unit: Unit, piece: nn.Parameter) -> None:
+        """Refuse a piece that may not be cut and is larger than a chunk.
+
+        Raises:
+            ConfigError: says how large the buffers must be.
+        """
+        if not unit.layout.is_whole:
+            return
+        lane, dtypes = _disk_of(unit).files.lane, unit.dtypes
+        bytes_each = (EXPECTED_STATES + 1) * dtypes.master.itemsize + dtypes.gradient.itemsize
+        need = piece.numel() * bytes_each * NUM_SLOTS
+        if need > lane.buffer_bytes:
+            index = next(one for one, own in unit.slice.pieces.items() if own is piece)
+            raise ConfigError(
+                f"offload.buffer_bytes={lane.buffer_bytes:,} is too small for "
+                f"{unit.names[index]}, which {type(self._optimizer).__name__} updates as a whole: "
+                f"with its states and gradient, {NUM_SLOTS} times (read, updated, written), it "
+                f"takes {need:,} bytes. Say Offload(..., buffer_bytes={need})"
+            )
 
     def run(self, work: Work) -> None:
         """Update pieces, by unit and number of their group, by the gradients that they have.
@@ -388,6 +409,8 @@ def _kind(name: str, dtype: torch.dtype) -> Kind:
 
 def _is_like(name: str, value: Any, piece: nn.Parameter) -> bool:
     """Whether a state has a value for each element of its piece."""
-    if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+    # Other classes of tensors hold their values in ways of their own.
+    is_plain = type(value) in (torch.Tensor, nn.Parameter) or is_guarded(value)
+    if not is_plain or value.shape != piece.shape:
         return False
     return bool(value.dim()) or name not in COUNTERS

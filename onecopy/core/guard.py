@@ -22,7 +22,7 @@ import torch
 from onecopy.core.compiling import not_compiled
 from onecopy.errors import ParameterReleasedError, ShardingError
 
-__all__ = ["Gatherer", "guard_class"]
+__all__ = ["Gatherer", "guard_class", "is_guarded"]
 
 Kind = TypeVar("Kind", bound=torch.Tensor)
 
@@ -132,19 +132,20 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             "before shard"
         )
     tensors = [*_tensors(args), *_tensors(kwargs)]
-    guarded = [tensor for tensor in tensors if _is_guarded(tensor)]
+    guarded = [tensor for tensor in tensors if is_guarded(tensor)]
     if func in _BACKWARDS:
         return _unguarded(guarded, partial(func, *args, **kwargs))
     for gatherer in dict.fromkeys(_gatherer_of(tensor) for tensor in guarded if tensor.numel()):
         gatherer.touch(tensors, func)
-    if any(_is_guarded(tensor) for tensor in guarded):
+    if any(is_guarded(tensor) for tensor in guarded):
         # Without elements, there is nothing to gather and nothing to read.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
 
-def _is_guarded(tensor: torch.Tensor) -> bool:
+def is_guarded(tensor: object) -> bool:
+    """Whether it wears a guard now."""
     return hasattr(type(tensor), "_gatherer")
 
 

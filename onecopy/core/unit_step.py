@@ -37,7 +37,13 @@ class UnitSteps:
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def add(self, unit: Unit, group: int, piece: nn.Parameter) -> None:
-        """The optimizer has this piece, in this one of its groups."""
+        """The optimizer has this piece, in this one of its groups.
+
+        Raises:
+            ConfigError: it is on disk, may not be cut, and is larger than the buffers.
+        """
+        if unit.slice.disk is not None:
+            self.chunked.check_room(unit, piece)
         self._pieces.setdefault(unit, {}).setdefault(group, []).append(piece)
 
     def with_gradients(self) -> dict[Unit, dict[int, list[nn.Parameter]]]:
