@@ -293,10 +293,14 @@ def _shown_on(line: ProgressLine, verb: str) -> Callable[[int, int, str], None]:
 
 
 def _plan(options: CommandOptions) -> None:
+    from onecopy.planner.largest import LARGEST
     from onecopy.planner.plan import plan
 
     if options.html and not options.html.parent.is_dir():
         raise ConfigError(f"--html {options.html}: make the folder first.")
+    if options.model == LARGEST:
+        _plan_largest(options)
+        return
     # A function of the user's is found from where the command is started, as with python -m.
     sys.path.insert(0, "")
     found = plan(options.model, **options.settings)
@@ -321,6 +325,29 @@ def _plan(options: CommandOptions) -> None:
     print_plan(Console(), found)
     if rehearsal is not None:
         playback.print_rehearsal(Console(), rehearsal)
+
+
+def _plan_largest(options: CommandOptions) -> None:
+    from onecopy.planner.largest import largest_models
+
+    if options.simulate:
+        raise ConfigError("--simulate runs a step of one model: give that instead of largest.")
+    found = largest_models(**options.settings)
+    if options.html:
+        from onecopy.planner.page import as_page_of_largest
+
+        page = as_page_of_largest(options.settings, found)
+        options.html.write_text(page, encoding="utf-8")
+    if options.json:
+        import json
+
+        print(json.dumps([one.to_json() for one in found], indent=2))
+        return
+    from rich.console import Console
+
+    from onecopy.planner.show import print_largest
+
+    print_largest(Console(), options.settings, found)
 
 
 def _rehearse(found: Plan, options: CommandOptions) -> Rehearsal:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
 
 from onecopy.errors import ConfigError
 from onecopy.planner import estimate, papers
-from onecopy.planner.papers import Placement, Quantized, Transformer, Zeropp
+from onecopy.planner.papers import Machine, Placement, Quantized, Transformer, Zeropp
 
 GIB, TIB = 2**30, 2**40
 
@@ -169,6 +170,45 @@ def test_infinity_table_3(peak: float, slow: float, fast: float) -> None:
 def test_infinity_refuses_unknown_states() -> None:
     with pytest.raises(ConfigError, match="choose one of parameters, optimizer, checkpoints"):
         papers.compute_intensity("weights", batch=1, sequence=1)
+
+
+# ZeRO-Infinity, figures 2b and 6a: one DGX-2 node, and the largest model that it trained, in 10^9.
+DGX_2 = Machine(devices=16, device=32e9, host=1.5e12, nvme=28e12)
+FIGURE_6A = [
+    ("data parallel", 1.4, 2),
+    ("ZeRO-2", 10, 32 / 2.875),
+    ("ZeRO-Offload", 13, 16),
+    ("3D parallel", 20, 32),
+    ("ZeRO-3", 20, 32),
+    ("ZeRO-Infinity, host", 70, 75),
+    ("ZeRO-Infinity, NVMe", 1000, 1400),
+]
+
+
+@pytest.mark.parametrize(("name", "trained", "states"), FIGURE_6A)
+def test_infinity_figure_6a(name: str, trained: float, states: float) -> None:
+    """States alone allow more than was trained, in the same order; activations take the rest."""
+    (strategy,) = [one for one in papers.STRATEGIES if one.name == name]
+    found = strategy.largest(DGX_2)
+    assert found == pytest.approx(states * 1e9)
+    assert 0.6 < trained / states < 1
+
+
+def test_the_shape_of_infinity_figure_6a() -> None:
+    """Each strategy's step over the one before, and the 700 times of the whole."""
+    assert [one.name for one in papers.STRATEGIES] == [name for name, _, _ in FIGURE_6A]
+    found = [one.largest(DGX_2) or 0 for one in papers.STRATEGIES]
+    assert found == sorted(found)
+    assert found[-1] / found[0] == pytest.approx(700)
+    printed = [trained for _, trained, _ in FIGURE_6A]
+    for ours, theirs in zip(itertools.pairwise(found), itertools.pairwise(printed), strict=True):
+        assert ours[1] / ours[0] == pytest.approx(theirs[1] / theirs[0], rel=0.35)
+
+
+def test_a_tier_that_is_not_known_has_no_answer() -> None:
+    machine = Machine(devices=16, device=32e9)
+    known = [one.largest(machine) is not None for one in papers.STRATEGIES]
+    assert known == [True, True, False, True, True, False, False]
 
 
 INT8, INT4 = Quantized(bits=8), Quantized(bits=4)

@@ -386,6 +386,51 @@ def test_what_helps_depends_on_what_was_asked() -> None:
         assert words in text
 
 
+# The largest ----------------------------------------------------------------------------------
+
+DGX_2 = "largest --devices 16 --devices-per-node 16 --device-memory 32GB --host-memory 1.5TB"
+
+
+def test_the_largest_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In the order of ZeRO-Infinity's figure 6a, and each by its own plan: more does not fit."""
+    arguments = f"plan {DGX_2} --nvme 28TB --sequence 1024".split()
+    assert cli.main([*arguments, "--json", "--html", str(tmp_path / "largest.html")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    here = [one["here"] for one in found if one["strategy"] != "3D parallel"]
+    assert here == sorted(here)
+    # What was trained there: 1.4, 10, 13, 20, 70 and 1000; wide layers are whole on a device here.
+    trained = [1.4e9, 10e9, 13e9, 20e9, 70e9]
+    assert all(1 <= ours / theirs < 1.4 for ours, theirs in zip(here, trained, strict=False))
+    assert 300e9 < here[-1] < 400e9
+    for one in found:
+        if one["here"] is not None and "Infinity, NVMe" not in one["strategy"]:
+            assert one["here"] < 1.3 * one["states_alone"]
+    settings: dict[str, Any] = {"devices": 16, "devices_per_node": 16, "device_memory": "32GB"}
+    settings |= {"host_memory": "1.5TB", "sequence": 1024, "checkpoint_activations": "on"}
+    for one, stage in ((found[1], 2), (found[4], 3)):
+        fits = [
+            onecopy.plan(int(one["here"] * factor), stage=stage, **settings).rows[0].fits
+            for factor in (1, 1.02)
+        ]
+        assert fits == [True, False]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    shown = (tmp_path / "largest.html").read_text()
+    for word in ("ZeRO-Infinity, NVMe", "1.4T", "host memory", "gradients on their way"):
+        assert word in printed
+        assert word in shown
+    ElementTree.fromstring(shown.partition("\n")[2])
+
+
+def test_the_largest_without_a_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main("plan largest --devices 8 --device-memory 1MB --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["here"] for one in found} == {0, None}
+    assert cli.main("plan largest --simulate".split()) == 2
+    assert "give that instead of largest" in capsys.readouterr().err
+    assert cli.main("plan largest --checkpoint-activations off".split()) == 2
+
+
 # Where models come from ---------------------------------------------------------------------------
 
 

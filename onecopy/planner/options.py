@@ -215,7 +215,8 @@ class CommandOptions(PlanOptions):
     model: str = field(
         metadata=describe(
             "a size (7.5B), a Hugging Face config.json or a folder with one, or module:function "
-            "that returns the model",
+            "that returns the model; or the word largest, for the largest models that these "
+            "devices can train",
             metavar="MODEL",
         ),
     )

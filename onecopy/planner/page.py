@@ -5,10 +5,11 @@ Everything is inline, so that a notebook and a saved page need nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from onecopy.planner import largest
 from onecopy.planner.figures import footnotes, heading, label, name_of, parts, unit_of
 from onecopy.planner.memory import KINDS
 from onecopy.report import charts, html
@@ -17,10 +18,11 @@ from onecopy.report.html import Cells, escape
 
 if TYPE_CHECKING:
     from onecopy.planner.figures import Part
+    from onecopy.planner.largest import Largest
     from onecopy.planner.plan import Plan
     from onecopy.planner.rows import Row
 
-__all__ = ["as_bars", "as_html", "as_page"]
+__all__ = ["as_bars", "as_html", "as_page", "as_page_of_largest"]
 
 COLOURS = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -28,6 +30,15 @@ COLOURS = {kind: number for number, kind in enumerate(KINDS)}
 def as_page(plan: Plan, *more: str) -> str:
     """A whole page; `more` are further parts of it."""
     return html.page(heading(plan), "\n".join([as_html(plan), *more]))
+
+
+def as_page_of_largest(settings: Mapping[str, Any], found: Sequence[Largest]) -> str:
+    """A page with the largest model for each strategy."""
+    title = largest.heading(settings)
+    rows = [Cells(name, tuple(cells)) for name, *cells in largest.table(found)]
+    notes = (f'<p class="note">{escape(note)}</p>' for note in largest.NOTES)
+    body = html.part(f"<h1>{escape(title)}</h1>", html.table(largest.HEADER, rows), *notes)
+    return html.page(title, body)
 
 
 def as_html(plan: Plan) -> str:

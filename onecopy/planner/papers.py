@@ -14,8 +14,11 @@ from fractions import Fraction
 from onecopy.errors import ConfigError
 
 __all__ = [
+    "STRATEGIES",
+    "Machine",
     "Placement",
     "Quantized",
+    "Strategy",
     "Transformer",
     "Zeropp",
     "compute_intensity",
@@ -143,6 +146,62 @@ def efficiency(intensity: float, bandwidth: float, peak: float = 70e12) -> float
     Source: ZeRO-Infinity, equation 6; 70 Tflops is what its V100s reach.
     """
     return float(intensity * bandwidth / (intensity * bandwidth + peak))
+
+
+# The largest model of a machine (ZeRO-Infinity, figure 6a) ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Capacities in bytes: of one device, and of the host and the drives of one node.
+
+    None where one is not known.
+    """
+
+    devices: int
+    nodes: int = 1
+    device: float
+    host: float | None = None
+    nvme: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How model states are spread, in bytes per parameter with mixed-precision Adam.
+
+    whole, cut: on devices, on each of them and shared out over all. host, nvme: outside, shared out
+    over all ranks.
+    """
+
+    name: str
+    whole: int = 0
+    cut: int = 0
+    host: int = 0
+    nvme: int = 0
+
+    def largest(self, machine: Machine) -> float | None:
+        """Parameters whose states alone fill the first tier; None where its size is not known."""
+        limits: list[float] = []
+        if self.whole or self.cut:
+            limits.append(machine.device / (self.whole + self.cut / machine.devices))
+        for width, capacity in ((self.host, machine.host), (self.nvme, machine.nvme)):
+            if width and capacity is None:
+                return None
+            if width and capacity is not None:
+                limits.append(machine.nodes * capacity / width)
+        return min(limits)
+
+
+# In the order of the figure. ZeRO-Infinity counts a gradient in fp32 beside that in 16 bit.
+STRATEGIES = (
+    Strategy(name="data parallel", whole=16),
+    Strategy(name="ZeRO-2", whole=HALF, cut=14),
+    Strategy(name="ZeRO-Offload", whole=HALF, host=14),
+    Strategy(name="3D parallel", cut=16),
+    Strategy(name="ZeRO-3", cut=16),
+    Strategy(name="ZeRO-Infinity, host", host=INFINITY_STATE_BYTES),
+    Strategy(name="ZeRO-Infinity, NVMe", nvme=INFINITY_STATE_BYTES),
+)
 
 
 # ZeRO++ ---------------------------------------------------------------------------------------

@@ -218,13 +218,13 @@ class Question:
             sent=sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate),
             messages=messages,
             largest=self._largest(way),
-            outside=self._outside(memory),
+            outside=self.outside(memory),
             moved=moved,
             swapped=swapped,
             seconds=self._seconds(way, moved, swapped),
         )
 
-    def _outside(self, memory: Memory) -> dict[str, Outside]:
+    def outside(self, memory: Memory) -> dict[str, Outside]:
         """By tier, of those in which something lies."""
         options, found = self.options, {}
         parts = {"host": (memory.host.total, memory.staged), "nvme": (memory.nvme.total, 0)}
@@ -285,7 +285,7 @@ class Question:
 
     def fits_all(self, memory: Memory) -> bool:
         """Whether this much of each tier is there, as far as is known."""
-        outside = self._outside(memory).values()
+        outside = self.outside(memory).values()
         return memory.total <= self.options.capacity and all(one.fits for one in outside)
 
     def _largest(self, way: Way) -> int | None:

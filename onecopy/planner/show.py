@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -12,14 +12,16 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from onecopy.planner import largest
 from onecopy.planner.figures import footnotes, heading, label, name_of, parts, unit_of
 
 if TYPE_CHECKING:
     from onecopy.planner.figures import Part
+    from onecopy.planner.largest import Largest
     from onecopy.planner.plan import Plan
     from onecopy.planner.recommend import Recommendation
 
-__all__ = ["as_text", "print_plan"]
+__all__ = ["as_text", "print_largest", "print_plan"]
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -40,6 +42,20 @@ def print_plan(console: Console, plan: Plan) -> None:
         _print_list(console, plan.advice)
     else:
         _print_recommended(console, plan.recommended)
+
+
+def print_largest(console: Console, settings: Mapping[str, Any], found: Sequence[Largest]) -> None:
+    """Print the largest model for each strategy."""
+    console.print(Text(largest.heading(settings), style="bold"), soft_wrap=True)
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, name in enumerate(largest.HEADER):
+        table.add_column(name, no_wrap=True, justify="right" if number in (1, 2) else "left")
+    for cells in largest.table(found):
+        table.add_row(*cells)
+    console.print(table)
+    for note in largest.NOTES:
+        console.print(Text(note, style="dim"), soft_wrap=True)
 
 
 def as_text(plan: Plan) -> str:
