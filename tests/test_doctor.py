@@ -82,6 +82,7 @@ def test_only_looking_writes_json_beside_the_tables(
     ("arguments", "advice"),
     [
         ("--folder no/such", "there is no such folder"),
+        ("--nvme no/such", "--nvme no/such: there is no such folder"),
         ("--json no/such/file", "make the folder first"),
         ("--nproc 0", "--nproc is 0"),
         ("--limit 0", "--limit is 0"),

@@ -31,6 +31,7 @@ from onecopy.doctor.facts import (
     Package,
     Processors,
     Software,
+    SwapSpeed,
     TorchBuild,
 )
 from onecopy.doctor.findings import FINE, LEVELS, NOTE, PROBLEM, WARNING, Finding, merged
@@ -113,6 +114,10 @@ def environment(**variables: str) -> Facts:
     return replace(GOOD, environment=variables)
 
 
+def swap(**changes: Any) -> Facts:
+    return replace(GOOD, swap=replace(SWAP, **changes))
+
+
 def folder(**changes: Any) -> Facts:
     return replace(GOOD, folders=(replace(DISK, **changes),))
 
@@ -130,6 +135,7 @@ UNRESOLVED = with_(
 )
 GROUP = with_("memory", group_limit=16 * GB, group_used=2 * GB)
 SMALL_LOCK = Limit(soft=65536, hard=65536)
+SWAP = SwapSpeed(path="/nvme", num_bytes=1 << 28, write=2e9, read=4e9, both=3e9, is_direct=True)
 SLOW_ETH = replace(ETH, speed=1000)
 CPUS = with_("processors", logical=8, affinity=8)
 QUOTA = with_("processors", quota=4.0)
@@ -308,6 +314,10 @@ def test_a_good_machine_needs_nothing() -> None:
             "takes 100.0 MB/s",
             "async_save",
         ),
+        (swap(), FINE, "moves 3.0 GB/s: an optimizer step of 1B parameters", ""),
+        (swap(both=1.5e9), NOTE, "moves 1.5 GB/s", "RAID 0"),
+        (swap(is_direct=False), WARNING, "not read and written past", "ext4 or XFS"),
+        (swap(not_measured="Permission denied"), WARNING, "not measured: Permission", "df /nvme"),
     ],
 )
 def test_each_rule_says_what_was_seen_and_what_to_do(
@@ -317,7 +327,15 @@ def test_each_rule_says_what_was_seen_and_what_to_do(
     assert len(findings) == 1, [finding.seen for finding in advise(facts)]
     assert findings[0].level == level
     assert remedy in findings[0].remedy
-    assert findings[0].why
+    assert findings[0].why or level == FINE
+
+
+def test_states_on_disk_are_told_in_seconds() -> None:
+    """Masters and both moments, read and written; a mean of 4 bytes read, 2 bytes of values
+    written. In forward and backward two gathers of 2 bytes, and the mean is written."""
+    (finding,) = [one for one in advise(swap(read=2e9, write=4e9, both=1e9)) if "1B" in one.why]
+    assert "reads 16 and writes 14 bytes a parameter in 30.0 s" in finding.why
+    assert "forward and backward read 4 and write 4 in 3.0 s" in finding.why
 
 
 def test_a_slow_link_is_told_in_seconds() -> None:
@@ -558,6 +576,7 @@ def full() -> Examination:
         accelerators=(GPU, replace(GPU, index=1, bf16=False)),
         environment={"NCCL_DEBUG": "INFO"},
         folders=(DISK, replace(DISK, path="/" + 30 * "long/", speed=None, not_measured="x")),
+        swap=SWAP,
     )
     findings = advise(facts)
     machine = {"facts": asdict(facts), "findings": [asdict(one) for one in findings]}
@@ -573,7 +592,7 @@ def test_all_of_it_is_shown_in_80_columns_and_nothing_is_cut() -> None:
     text = shown(full())
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text  # what rich writes where it has cut something
-    for words in ("H200", "node1: 127.0.1.1", "mounted on /data", "unit of 64 MiB", "NCCL_DEBUG"):
+    for words in ("H200", "node1: 127.0.1.1", "mounted on /data", "unit of 64 MiB", "/nvme"):
         assert words in text
     assert text.replace("\n", "").replace(" ", "").count("long/") == 30
     assert text.rstrip().splitlines()[-1] == "1 warning, 2 notes"

@@ -9,17 +9,19 @@ import re
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from onecopy.doctor import storage
+from onecopy.doctor import storage, swap_speed
 from onecopy.doctor.facts import UNLIMITED, DiskSpeed, HostName, Interface
 from onecopy.doctor.files import within
 from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processors
 from onecopy.doctor.network import gloo_way, look_at_network, nccl_candidates, resolve
 from onecopy.doctor.software import fits, look_at_software
 from onecopy.memory.cgroup import GroupLimits, read_limits
+from onecopy.memory.swap_files import SwapFolder
 from onecopy.recording.environment import NAMES, chosen_variables
 
 ALONE = GroupLimits()
@@ -294,6 +296,33 @@ def test_a_folder_that_cannot_be_written_says_why(monkeypatch: pytest.MonkeyPatc
     assert found.not_measured
     (missing,) = storage.look_at_folders({Path("/no/such/folder"): "test"}, 0)
     assert "No such file" in missing.not_measured
+
+
+def test_a_folder_is_measured_for_states_on_disk_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_speed, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(swap_speed, "LEAST_SECONDS", 0.0)
+    found = swap_speed.look_at_swap(tmp_path, (5 << 20) + 1)
+    assert (found.path, found.num_bytes, found.not_measured) == (str(tmp_path), 5 << 20, "")
+    assert min(found.write, found.read, found.both) > 0
+    assert not [*tmp_path.iterdir()]
+    # A disk that is too slow for the whole file: one chunk each.
+    monkeypatch.setattr(swap_speed, "MOST_SECONDS", 0.0)
+    folder = SwapFolder(tmp_path, 0)
+    course = swap_speed.Course(folder, 5 << 20)
+    assert course.update(time.perf_counter() + 3600) == 10 << 20
+    assert course.read(time.perf_counter() + 3600) == 5 << 20
+    assert course.read(0.0) == 0
+    folder.close()
+
+
+def test_a_folder_that_cannot_keep_states_says_why(tmp_path: Path) -> None:
+    assert swap_speed.look_at_swap(tmp_path, 0).not_measured == "switched off"
+    missing = swap_speed.look_at_swap(tmp_path / "missing", 1 << 20)
+    assert "No such file" in missing.not_measured
+    full = swap_speed.look_at_swap(tmp_path, 1 << 50)
+    assert "No space left" in full.not_measured or "File too large" in full.not_measured
 
 
 def test_what_does_not_answer_is_given_up() -> None:

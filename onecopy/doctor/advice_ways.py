@@ -5,9 +5,17 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterator
 
-from onecopy.doctor.facts import Facts, Folder, Interface
+from onecopy.doctor.facts import Facts, Folder, Interface, SwapSpeed
 from onecopy.doctor.findings import FINE, NOTE, PROBLEM, WARNING, Finding
-from onecopy.planner.estimate import bytes_sent, traffic
+from onecopy.planner.estimate import (
+    BF16,
+    bytes_sent,
+    gather_traffic,
+    gradient_traffic,
+    optimizer_traffic,
+    traffic,
+)
+from onecopy.planner.rows import ALL_NVME
 from onecopy.report.progress import size
 
 __all__ = ["DISKS", "NETWORK", "step_seconds"]
@@ -19,6 +27,8 @@ MANY_RANKS = 16
 BILLION = 10**9
 # fp32 masters and two fp32 moments: what a checkpoint holds of a parameter with Adam.
 SAVED_BYTES = 12
+# Bytes per second, read and written together: what one drive of a server does.
+FAST_SWAP = 2 * BILLION
 LEAST_FREE = 20 * BILLION
 DOWN = "is down"
 
@@ -241,5 +251,54 @@ def _speed_of(folder: Folder, write: float) -> Finding:
     )
 
 
+def _swap(facts: Facts) -> Iterator[Finding]:
+    swap = facts.swap
+    if swap is None:
+        return
+    if swap.not_measured:
+        yield Finding(
+            level=WARNING,
+            topic="storage",
+            seen=f"{swap.path} (--nvme) was not measured: {swap.not_measured}",
+            why="states could not be kept there, either",
+            remedy=f"df {swap.path}; ls -ld {swap.path}",
+        )
+        return
+    yield _swap_speed(swap)
+    if not swap.is_direct:
+        yield Finding(
+            level=WARNING,
+            topic="storage",
+            seen=f"{swap.path} (--nvme) is not read and written past the system's cache",
+            why="each byte is copied once more and takes memory, and the speed above may be "
+            "that of the cache",
+            remedy="a folder on a local disk, with ext4 or XFS",
+        )
+
+
+def _swap_speed(swap: SwapSpeed) -> Finding:
+    """How long a billion parameters take, by the planner's bytes per parameter."""
+    step = optimizer_traffic(3, BF16, ALL_NVME)
+    gathers, means = gather_traffic(3, BF16, ALL_NVME) * 2, gradient_traffic(BF16, ALL_NVME)
+    step_seconds = step.total * BILLION / swap.both
+    read, written = gathers.read + means.read, gathers.written + means.written
+    more_seconds = BILLION * (read / swap.read + written / swap.write)
+    words = (
+        f"an optimizer step of 1B parameters (bf16, Adam, everything on NVMe) reads {step.read} "
+        f"and writes {step.written} bytes a parameter in {step_seconds:.1f} s; forward and "
+        f"backward read {read} and write {written} in {more_seconds:.1f} s"
+    )
+    seen = f"{swap.path} (--nvme) moves {size(swap.both)}/s"
+    if swap.both >= FAST_SWAP:
+        return Finding(level=FINE, topic="storage", seen=f"{seen}: {words}")
+    return Finding(
+        level=NOTE,
+        topic="storage",
+        seen=seen,
+        why=words,
+        remedy="several drives as one (RAID 0), more nodes, or a larger batch per step",
+    )
+
+
 NETWORK: tuple[Rule, ...] = (_named_interfaces, _host_name, _links, _link_speed)
-DISKS: tuple[Rule, ...] = (_kinds, _space, _speed)
+DISKS: tuple[Rule, ...] = (_kinds, _space, _speed, _swap)

@@ -67,7 +67,7 @@ def examine(options: DoctorOptions) -> Examination:
         return _as_rank(options, here)
     if here is not None and here.local_rank:
         return Examination(facts=None, findings=(), is_shown=False)
-    facts = look(options.folder, options.bytes_to_disk)
+    facts = look(options.folder, options.bytes_to_disk, options.nvme)
     findings = advise(facts)
     reports: tuple[RankReport, ...] = ()
     if not options.no_test and facts.software.torch is not None:
@@ -112,7 +112,7 @@ def _as_rank(options: DoctorOptions, here: Launched) -> Examination:
     if test.meeting is not None:
         test.meeting.post("report", report.to_json())
     if here.local_rank == 0:
-        facts = look(options.folder, options.bytes_to_disk)
+        facts = look(options.folder, options.bytes_to_disk, options.nvme)
     return _of_other(test, report, facts) if here.rank else _of_first(test, report, facts, options)
 
 

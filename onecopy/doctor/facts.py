@@ -25,6 +25,7 @@ __all__ = [
     "Package",
     "Processors",
     "Software",
+    "SwapSpeed",
     "TorchBuild",
 ]
 
@@ -218,6 +219,24 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwapSpeed:
+    """What a folder gives to states on disk, measured as training reads and writes them.
+
+    write, read, both: bytes per second; both of them together where each chunk that is read is
+    written back, as in the optimizer's step. num_bytes: of the file that was used. is_direct: past
+    the system's cache. not_measured: why there are no figures.
+    """
+
+    path: str
+    num_bytes: int = 0
+    write: float = 0.0
+    read: float = 0.0
+    both: float = 0.0
+    is_direct: bool = False
+    not_measured: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """A resource limit: what holds, and how far the user may raise it. UNLIMITED for none."""
 
@@ -256,6 +275,7 @@ class Facts:
     """Everything that was seen on one machine.
 
     accelerator_problem: why accelerators could not be looked at.
+    swap: of the folder that was asked for, if any.
     environment: variables that change how training runs, and are set.
     launched: None where no launcher has started this process.
     """
@@ -268,6 +288,7 @@ class Facts:
     accelerators: tuple[Accelerator, ...] = ()
     accelerator_problem: str = ""
     folders: tuple[Folder, ...] = ()
+    swap: SwapSpeed | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     launched: Launched | None = None
 

@@ -13,6 +13,7 @@ from onecopy.doctor.host import look_at_limits, look_at_memory, look_at_processo
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.software import look_at_accelerators, look_at_software
 from onecopy.doctor.storage import look_at_folders
+from onecopy.doctor.swap_speed import look_at_swap
 from onecopy.memory.cgroup import read_limits
 
 __all__ = ["look"]
@@ -20,12 +21,13 @@ __all__ = ["look"]
 DRIVER_SECONDS = 30.0  # the first use of many devices takes a while, and a broken driver forever
 
 
-def look(folders: Sequence[Path] = (), disk_bytes: int = 0) -> Facts:
+def look(folders: Sequence[Path] = (), disk_bytes: int = 0, nvme: Path | None = None) -> Facts:
     """Look at this machine. What cannot be found out is None.
 
     Args:
         folders: beside the current and the temporary one.
         disk_bytes: to write and to read, to measure disks; 0 measures none.
+        nvme: a folder to be measured for states on disk.
     """
     variables = variables_of_user()
     group = read_limits()
@@ -38,7 +40,8 @@ def look(folders: Sequence[Path] = (), disk_bytes: int = 0) -> Facts:
         limits=look_at_limits(),
         accelerators=accelerators,
         accelerator_problem=problem,
-        folders=look_at_folders(_purposes(folders), disk_bytes),
+        folders=look_at_folders(_purposes(folders, nvme), disk_bytes),
+        swap=None if nvme is None else look_at_swap(nvme, disk_bytes),
         environment=variables,
         launched=launched(),
     )
@@ -53,9 +56,11 @@ def _accelerators() -> tuple[tuple[Accelerator, ...], str]:
         return (), str(error).partition("\n")[0]
 
 
-def _purposes(folders: Sequence[Path]) -> dict[Path, str]:
+def _purposes(folders: Sequence[Path], nvme: Path | None) -> dict[Path, str]:
     """Each folder once; what a user names counts most."""
     found = {folder.resolve(): "--folder" for folder in folders}
+    if nvme is not None:
+        found[nvme.resolve()] = "--nvme"
     found.setdefault(Path.cwd(), "current folder")
     found.setdefault(Path(tempfile.gettempdir()).resolve(), "temporary files")
     return found

@@ -44,6 +44,14 @@ class DoctorOptions:
             metavar="DIR",
         ),
     )
+    nvme: Path | None = field(
+        default=None,
+        metadata=describe(
+            "a folder for states on NVMe: measures it as training reads and writes them, and says "
+            "how long an optimizer step takes",
+            metavar="DIR",
+        ),
+    )
     disk_bytes: str = field(
         default="256MiB",
         metadata=describe(
@@ -66,6 +74,8 @@ class DoctorOptions:
         for folder in self.folder:
             if not folder.is_dir():
                 raise ConfigError(f"--folder {folder}: there is no such folder.")
+        if self.nvme is not None and not self.nvme.is_dir():
+            raise ConfigError(f"--nvme {self.nvme}: there is no such folder.")
         if self.is_json_to_file and self.json is not None and not self.json.parent.is_dir():
             raise ConfigError(f"--json {self.json}: make the folder first.")
         if self.disk_bytes.strip() != "0":

@@ -13,7 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from onecopy.doctor.examine import Examination
-from onecopy.doctor.facts import UNLIMITED, Accelerator, Facts, Folder, Interface, Limit
+from onecopy.doctor.facts import (
+    UNLIMITED,
+    Accelerator,
+    Facts,
+    Folder,
+    Interface,
+    Limit,
+    SwapSpeed,
+)
 from onecopy.doctor.findings import FINE, LEVELS, NOTE, PROBLEM, WARNING, Finding
 from onecopy.doctor.results import RankReport, Transfer
 from onecopy.report.progress import plural, size
@@ -194,6 +202,8 @@ def _interface(one: Interface) -> str:
 def _storage(facts: Facts) -> Rows:
     for folder in facts.folders:
         yield folder.purpose, "\n".join(_folder(folder))
+    if facts.swap is not None:
+        yield "states on disk", "\n".join(_swap(facts.swap))
 
 
 def _folder(folder: Folder) -> Iterator[str]:
@@ -209,6 +219,18 @@ def _folder(folder: Folder) -> Iterator[str]:
         how = "past the cache" if speed.is_direct else "through the cache, flushed"
         rates = f"writes {size(speed.write)}/s, reads {size(speed.read)}/s"
         yield f"{rates} ({size(speed.num_bytes)}, {how})"
+
+
+def _swap(swap: SwapSpeed) -> Iterator[str]:
+    yield swap.path
+    if swap.not_measured:
+        yield f"speed not measured: {swap.not_measured}"
+    else:
+        yield (
+            f"writes {size(swap.write)}/s, reads {size(swap.read)}/s, both at once "
+            f"{size(swap.both)}/s together ({size(swap.num_bytes)}, "
+            f"{'past' if swap.is_direct else 'through'} the cache)"
+        )
 
 
 def _limits(facts: Facts) -> Rows:

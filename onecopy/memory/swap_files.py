@@ -163,6 +163,7 @@ class SwapFolder:
 
     Attributes:
         num_bytes: how much is reserved on the disk.
+        is_direct: files are read and written past the system's cache.
 
     Raises:
         SwapError: there is no folder at `path`, or it cannot be written.
@@ -173,13 +174,13 @@ class SwapFolder:
         self._rank = rank
         try:
             self._folder = PrivateFolder(path, rank)
-            self._is_direct = can_be_direct(self._folder.path)
+            self.is_direct = can_be_direct(self._folder.path)
         except OSError as error:
             raise SwapError(
                 f"rank {rank} cannot keep states in {path}: {error.strerror or error}. Give "
                 "offload the path of a folder that is there and that its ranks may write to"
             ) from error
-        if not self._is_direct:
+        if not self.is_direct:
             _say_buffered(path)
         self._files: dict[str, DirectFile] = {}
         self._pool = ThreadPoolExecutor(NUM_THREADS, "onecopy-swap")
@@ -200,7 +201,7 @@ class SwapFolder:
             if file is None:
                 readable = re.sub(r"[^\w.-]", "_", name)[:100]
                 path = self._folder.path / f"{len(self._files)}-{readable}{SUFFIX}"
-                file = self._files[name] = DirectFile(path, is_direct=self._is_direct)
+                file = self._files[name] = DirectFile(path, is_direct=self.is_direct)
             offset = file.reserve(num_bytes)
         except OSError as error:
             raise SwapError(self._no_room(name, unit, num_bytes, error)) from error
