@@ -106,6 +106,10 @@ class Offload:
     delayed_update: the optimizer runs while the next forward and backward run, so that gradients
         are taken one update earlier. True begins after 40 steps; a number is that of the first
         step whose update is delayed, 1 the very first.
+    speculative_step: the host updates each unit as soon as its gradient has arrived, while the rest
+        of the backward runs, and the step keeps what clipping, overflow or the loop have not made
+        wrong. Values are the same to the last bit, for the memory of a second copy of masters and
+        optimizer states (SuperOffload, Lian et al. 2025).
     path: with "nvme", a folder on the drive, the same on every node; each rank makes a private one
         below it, which goes when training ends.
     buffer_bytes: with "nvme", host memory of each rank for what is being read, updated and written.
@@ -118,6 +122,7 @@ class Offload:
     parameters: str = "device"
     fraction: float = 1.0
     delayed_update: bool | int = False
+    speculative_step: bool = False
     path: str | Path | None = None
     buffer_bytes: int = BUFFER_BYTES
 
@@ -144,6 +149,25 @@ class Offload:
             raise ConfigError(
                 f"offload.delayed_update and offload.fraction={self.fraction}: some units would be "
                 "updated by gradients of another age than others. Leave one of both out"
+            )
+        self._check_speculative_step()
+
+    def _check_speculative_step(self) -> None:
+        if not isinstance(self.speculative_step, bool):
+            raise ConfigError(
+                f"offload.speculative_step={self.speculative_step!r}: give True or False"
+            )
+        if self.speculative_step and (self.optimizer, self.gradients) != ("host", "host"):
+            raise ConfigError(
+                f"offload.speculative_step with offload.optimizer={self.optimizer!r} and "
+                f"offload.gradients={self.gradients!r}: it is the host that updates ahead of the "
+                'step, in its own memory. Say optimizer="host", gradients="host", or leave '
+                "speculative_step out"
+            )
+        if self.speculative_step and self.is_delayed:
+            raise ConfigError(
+                "offload.speculative_step and offload.delayed_update: the one updates before the "
+                "step, within the backward, the other after it. Leave one of both out"
             )
 
     def _check_tiers(self) -> None:
@@ -311,7 +335,14 @@ class Config:
     def _take_offload(self) -> None:
         if isinstance(self.offload, str):
             object.__setattr__(self, "offload", Offload.from_short_form(self.offload))
-        if isinstance(self.offload, Offload) and self.offload.is_delayed and self.step_in_backward:
+        if not isinstance(self.offload, Offload) or not self.step_in_backward:
+            return
+        if self.offload.speculative_step:
+            raise ConfigError(
+                "offload.speculative_step and step_in_backward: both update within the backward, "
+                "the one what the step may still undo, the other for good. Leave one of both out"
+            )
+        if self.offload.is_delayed:
             raise ConfigError(
                 "offload.delayed_update and step_in_backward: the one updates after the next "
                 "backward, the other within this one. Leave one of both out"

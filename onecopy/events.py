@@ -27,6 +27,7 @@ Kind = Literal[
     "step",
     "skip",
     "update",
+    "speculation",
     "scale",
     "read",
     "stage",
@@ -47,11 +48,12 @@ class Event(NamedTuple):
         host memory, or between that and disk), wait (this rank was blocked until a transfer ended,
         or until ranks had agreed), step (one optimizer step), skip (a step that was not
         made, because gradients had overflowed), update (the optimizer was run on one unit, within
-        backward), scale (the loss scale has changed), read (values came from files), stage (what is
-        to be saved was copied to host memory), save (a checkpoint was written; one of async_save is
-        reported from the thread that has written it), enter and leave (the computation of a unit
-        begins and ends, in forward or backward; only while somebody looks closely, see
-        `Events.close_looks`).
+        backward), speculation (what became of a unit's update that was begun before its step, with
+        speculative_step), scale (the loss scale has changed), read (values came from files), stage
+        (what is to be saved was copied to host memory), save (a checkpoint was written; one of
+        async_save is reported from the thread that has written it), enter and leave (the
+        computation of a unit begins and ends, in forward or backward; only while somebody looks
+        closely, see `Events.close_looks`).
     unit: name of the unit; empty where no single unit is meant.
     phase: forward, backward, step or api: the moment of the training step.
     num_bytes: bytes that this rank sends, moves between device and host, copies to be saved, or
@@ -64,8 +66,10 @@ class Event(NamedTuple):
         agree (ranks compared what they want next, or shared a small number, such as a norm). Of a
         pass, what travels for it of all units, as far as the stage cuts them: "gather", "reduce",
         "gather reduce". Of a swap, "up" to the device or "down" from it, "read" from disk or
-        "write" to it. Of step, skip and update, the optimizer's class. Of a save in the background,
-        "background".
+        "write" to it. Of step, skip and update, the optimizer's class. Of a speculation, "kept"
+        (the step has taken it), "redone" (something that went in has changed: the step has made the
+        update), "late" (the thread had not come to it: likewise) or "dropped" (no step was made of
+        it). Of a save in the background, "background".
     value: of scale the loss scale from now on; of a swap with the disk how many seconds ago it has
         ended.
     """

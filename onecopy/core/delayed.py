@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from onecopy.core.step_alone import step_alone
+from onecopy.core.worker import Worker, make_thread
 
 if TYPE_CHECKING:
     from onecopy.core.unit import Unit
@@ -56,8 +56,7 @@ class DelayedUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, wanted: bool | int) -> None:
         self.first_steps = FIRST_STEPS if wanted is True else wanted - 1
         self._optimizer = optimizer
-        # The interpreter waits for it before it ends.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="onecopy-update")
+        self._thread = make_thread()
         self._update: Future[None] | None = None
         # An update has been started and not been published; of which units.
         self.is_under_way = False
@@ -76,13 +75,12 @@ class DelayedUpdate:
         groups = [_settings_of(group) for group in optimizer.param_groups]
         parts = [self._part(unit, of_unit) for unit, of_unit in pieces.items()]
         self._units, self.is_under_way = list(pieces), True
-        worker = object.__new__(type(optimizer))
-        vars(worker).update(vars(optimizer), state=self._states)
+        worker = Worker(optimizer, self._states, groups)
         for unit in self._units:
             unit.slice.is_in_update = True
             assert unit.gradients is not None, "what has a gradient is trainable"
             unit.gradients.forget_overflow()
-        self._update = self._thread.submit(_run, worker, groups, parts)
+        self._update = self._thread.submit(_run, worker, parts)
 
     def join(self) -> None:
         """Wait until the update has been computed; its states are the optimizer's then.
@@ -148,15 +146,11 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run(
-    worker: torch.optim.Optimizer, groups: list[dict[str, Any]], parts: Iterable[_Part]
-) -> None:
+def _run(worker: Worker, parts: Iterable[_Part]) -> None:
     """Step unit by unit, so that what a step needs beside its states exists for one at a time."""
     with torch.no_grad():
         for part in parts:
-            for twin, gradient in part.gradients.items():
-                twin.grad = gradient.to(twin.dtype)
-            step_alone(worker, groups, part.pieces)
+            worker.step(part.pieces, part.gradients)
             for twin in part.gradients:
                 twin.grad = None
             part.gradients.clear()

@@ -46,6 +46,7 @@ class Engine:
         used: units in the order of their first use in forward.
         finish_failed_step: set while an optimizer steps; still there if the step raised.
         updates: bring updates that are under way into the parameters; see delayed.py.
+        arrivals: are told of each unit whose owned gradient has a mean more; see speculative.py.
         trainability: a number for each choice of parameters in training that there has been.
         has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
             whether an optimizer has their parameters.
@@ -78,6 +79,7 @@ class Engine:
         self.has_unfrozen = False
         self.finish_failed_step: Callable[[], None] | None = None
         self.updates: list[Callable[[], None]] = []
+        self.arrivals: list[Callable[[Unit], None]] = []
         self.trainability = 0
         self._pattern: tuple[bool, ...] = ()
         self._patterns: dict[tuple[bool, ...], int] = {}

@@ -24,6 +24,7 @@ from onecopy.core.delayed import DelayedUpdate
 from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
 from onecopy.core.loss_scale import agree_on_overflow
 from onecopy.core.optimizer_state import register_state_hooks, slice_state
+from onecopy.core.speculative import SpeculativeStep
 from onecopy.core.step_in_backward import clip_factor, norms_by_limit, run_twice, total_norm
 from onecopy.core.unit_step import UnitSteps
 from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
@@ -108,6 +109,7 @@ class Binding:
         self._delayed = self._make_delayed()
         for engine, _ in engines:
             engine.updates.append(self.publish)
+        self._ahead = self._make_speculative()
         self._decides_itself = vars(optimizer).get(LEAVES_TO_OPTIMIZER)
         setattr(optimizer, LEAVES_TO_OPTIMIZER, True)
 
@@ -115,6 +117,10 @@ class Binding:
         """Take the step hooks away; nothing is under way."""
         for engine, _ in self.engines:
             engine.updates.remove(self.publish)
+            if self._ahead is not None and self._ahead.arrived in engine.arrivals:
+                engine.arrivals.remove(self._ahead.arrived)
+        if self._ahead is not None:
+            self._ahead.close()
         if self._delayed is not None:
             self._delayed.close()
         for handle in self._handles:
@@ -229,6 +235,10 @@ class Binding:
             for engine, backward in self.engines
             if backward.stepper is not None and backward.stepper.needs_passes
         ]
+        if self._ahead is not None:
+            self._ahead.is_paused = True
+            if closure is not None:
+                self._ahead.drop()
         if passes and closure is None:
             raise ShardingError(
                 'optimizer.step() without a closure: step_in_backward="two-pass" runs forward and '
@@ -287,8 +297,21 @@ class Binding:
                 engine.owned.hand_over(self.units)
             self._delayed.start(pieces)
         elif any(unit.steps_alone for unit in self.units):
-            self.unit_steps.run(self.units)
+            (self._ahead or self.unit_steps).run(self.units)
             self.unit_steps.hide(self.units)
+
+    def _make_speculative(self) -> SpeculativeStep | None:
+        engines = [
+            engine
+            for engine, _ in self.engines
+            if isinstance(engine.config.offload, Offload) and engine.config.offload.speculative_step
+        ]
+        if not engines:
+            return None
+        ahead = SpeculativeStep(self.optimizer, self.unit_steps, self.units)
+        for engine in engines:
+            engine.arrivals.append(ahead.arrived)
+        return ahead
 
     def _make_delayed(self) -> DelayedUpdate | None:
         offloads = [engine.config.offload for engine, _ in self.engines]
@@ -317,6 +340,9 @@ class Binding:
         """Wait until an update that is under way has been computed; its states are there then."""
         if self._delayed is not None:
             self._delayed.join()
+        if self._ahead is not None:
+            # States are looked at, or replaced.
+            self._ahead.drop()
 
     def _have_overflowed(self, *, were_local: bool) -> bool:
         """Whether gradients are too large for this step, on any rank."""
@@ -359,6 +385,8 @@ class Binding:
     def _skip(self) -> None:
         """Nothing to step with: the optimizer leaves values and states alone."""
         self.is_skipped = True
+        if self._ahead is not None:
+            self._ahead.skip()
         for _, of_model in self._parts():
             for gradients in of_model:
                 gradients.clear()
@@ -367,6 +395,8 @@ class Binding:
     def _after_step(self, *_: Any) -> None:
         """Changed slices become visible: at once where they stay, by a refresh where not."""
         self.unit_steps.show()
+        if self._ahead is not None:
+            self._ahead.is_paused = False
         if not self.is_skipped:
             self.num_steps += 1
             self._make_visible()
@@ -402,6 +432,8 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
     binding = reference()
     if binding is None:
         return
+    if binding._ahead is not None:
+        binding._ahead.drop()
     for engine, _ in binding.engines:
         engine.owned.clear(binding.units, set_to_none=set_to_none)
     type(binding.optimizer).zero_grad(binding.optimizer, set_to_none)

@@ -32,6 +32,10 @@ __all__ = ["OwnedGradients"]
 
 # The list of stand-ins, and the argument of sys.getrefcount.
 _NUM_OWN_REFERENCES = 2
+# Multiply by, or divide by, their only argument.
+_FACTORS = frozenset(
+    getattr(torch.Tensor, name) for name in ("mul_", "div_", "__imul__", "__itruediv__")
+)
 
 
 class OwnedGradients:
@@ -55,6 +59,11 @@ class OwnedGradients:
             OwnedGradient(self, number, parameter)
             for number, parameter in enumerate(self._parameters)
         ]
+        # What scales them has to come to the host all the same.
+        self._are_on_host = any(
+            unit.gradients is not None and unit.gradients.device.type == "cpu"
+            for unit in self._units
+        )
         self._wholes = WholeGradients(collectives)
         self._norms: dict[float, torch.Tensor] = {}
         # Which parameters' norms have been asked for since they were measured.
@@ -349,6 +358,8 @@ class OwnedGradients:
             self.settle()
         self._norms.clear()
         numbers = range(len(self._pieces)) if unit is None else self._numbers.get(unit, [])
+        if self._is_one(factor):
+            return
         if unit is None:
             self._wholes.change(lambda whole: whole.mul_(factor))
         for at_hand in self._at_hand(numbers, changes=True):
@@ -379,6 +390,8 @@ class OwnedGradients:
         self._refuse_taken(self._stand_ins[number])
         self._norms.clear()
         piece = self._pieces[number]
+        if function in _FACTORS and not kwargs and len(args) == 1 and self._is_one(args[0]):
+            return
         with torch.no_grad():
             place = (self._units[number], self._indices[number])
             self._wholes.change(lambda whole: function(whole, *args, **kwargs), place)
@@ -400,6 +413,15 @@ class OwnedGradients:
         gradients = self._units[number].gradients
         assert gradients is not None, "what has a gradient is trainable"
         return gradients.at_rest(gradient)
+
+    def _is_one(self, factor: Any) -> bool:
+        """Whether multiplying by it changes nothing. To know that must cost no wait for an
+        accelerator, so that where gradients are on one nobody asks.
+        """
+        if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
+            if not self._are_on_host:
+                return False
+        return bool(factor == 1)
 
     def norms(self, order: float) -> torch.Tensor:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""

@@ -224,6 +224,20 @@ class OwnedSlice:
         for place in self._layout.pieces(self.rank):
             self.pieces[place.index].data = self._part(place)
 
+    @property
+    def master_tensor(self) -> torch.Tensor:
+        """(s,) what holds the master where that is in host memory; not to be changed."""
+        return self._master
+
+    def exchange_master(self, other: torch.Tensor) -> torch.Tensor:
+        """Let another tensor of the same form hold the master; pieces stay who they are.
+
+        Returns the one of before.
+        """
+        before = self._master
+        self._take_master(other)
+        return before
+
     def rounded(self) -> torch.Tensor:
         """(s,) the values in the compute dtype; in the flat buffer where that is kept."""
         if self._has_copy:
@@ -385,6 +399,11 @@ class OwnedSlice:
             yield low, high
 
     # Places -----------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> tuple[Piece, ...]:
+        """Where the pieces lie."""
+        return self._layout.pieces(self.rank)
 
     def place_of(self, index: int) -> Piece:
         """Where the piece of parameter `index` lies; there must be one."""

@@ -162,7 +162,10 @@ class Reduces:
     def _settle(self, but: int = 0) -> None:
         """Take what has arrived in host memory; the last `but` may still be on their way."""
         while len(self._arriving) > but:
-            self._arriving.popleft().settle()
+            gradients = self._arriving.popleft()
+            gradients.settle()
+            for tell in self._engine.arrivals:
+                tell(gradients.unit)
 
     def _absent_here(self) -> frozenset[tuple[int, int]]:
         """The parameters, by unit and number there, that have no gradient of this rank's."""

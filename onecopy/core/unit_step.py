@@ -10,7 +10,7 @@ hooks, schedulers and counters (in param_groups, or attributes of the optimizer)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from onecopy.core.chunked_step import ChunkedStep
@@ -48,11 +48,15 @@ class UnitSteps:
 
     def with_gradients(self) -> dict[Unit, dict[int, list[nn.Parameter]]]:
         """The pieces by unit and number of their group, of units that have a gradient."""
-        return {
-            unit: groups
-            for unit, groups in self._pieces.items()
-            if any(piece.grad is not None for group in groups.values() for piece in group)
-        }
+        return {unit: groups for unit, groups in self._pieces.items() if _have_gradient(groups)}
+
+    def pieces_of(self, unit: Unit) -> dict[int, list[nn.Parameter]]:
+        """The optimizer's pieces of one unit, by number of their group."""
+        return self._pieces.get(unit, {})
+
+    def has_gradient(self, unit: Unit) -> bool:
+        """Whether one of them has a gradient."""
+        return _have_gradient(self.pieces_of(unit))
 
     def run(self, units: Iterable[Unit]) -> None:
         """Update the pieces of units that have a gradient; nothing is sent around yet."""
@@ -81,9 +85,13 @@ class UnitSteps:
                 following.gradients.start_fetch()
             optimizer = self._optimizer
             step_alone(optimizer, optimizer.param_groups, pieces)
-        unit.slice.rest()
-        # Travels while the next unit is updated.
-        unit.slice.send_up()
+        _rest(unit)
+
+    def publish(self, unit: Unit, update: Callable[[], None]) -> None:
+        """Let `update` put new masters and states of a unit in the place of those of now."""
+        unit.slice.join_master()
+        update()
+        _rest(unit)
 
     def hide(self, units: Iterable[Unit]) -> None:
         """Put the gradients of units that have been updated out of the optimizer's sight."""
@@ -99,3 +107,13 @@ class UnitSteps:
         for piece, gradient in self._hidden:
             piece.grad = gradient
         self._hidden.clear()
+
+
+def _have_gradient(groups: dict[int, list[nn.Parameter]]) -> bool:
+    return any(piece.grad is not None for group in groups.values() for piece in group)
+
+
+def _rest(unit: Unit) -> None:
+    unit.slice.rest()
+    # Travels while the next unit is updated.
+    unit.slice.send_up()
