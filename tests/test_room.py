@@ -13,10 +13,11 @@ import onecopy
 import onecopy.handle
 from onecopy import Offload
 from onecopy.config import Config
+from onecopy.core import chunked_step, engine
 from onecopy.errors import ConfigError
 from onecopy.memory.cgroup import read_room
 from onecopy.memory.host import free_host_memory, free_space
-from onecopy.planner import room
+from onecopy.planner import room, staging
 from onecopy.planner.room import Room, shortage
 from tests import models
 from tests.pool import Pool
@@ -198,8 +199,8 @@ def reserved(path: str, stage: int, kind: str, settings: dict[str, str]) -> tupl
         models.loss(model, models.batch("gpt", step, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine = onecopy.handle.of(model).engine
-    disk = next(unit.slice.disk for unit in engine.units if unit.slice.disk is not None)
+    units = onecopy.handle.of(model).engine.units
+    disk = next(unit.slice.disk for unit in units if unit.slice.disk is not None)
     return found[0].needs[stage][1], disk.files.lane.folder.num_bytes
 
 
@@ -217,3 +218,10 @@ def test_the_need_is_what_is_reserved(
 ) -> None:
     for need, taken in pool.run(world, reserved, str(tmp_path), stage, kind, settings):
         assert need == taken
+
+
+def test_buffers_are_those_of_the_runtime() -> None:
+    """The planner's file knows no torch, so that `onecopy plan` answers at once."""
+    assert staging.CHUNKS == chunked_step.NUM_SLOTS
+    assert staging.READ_AHEAD == engine.FETCHED_AHEAD
+    assert staging.PAGE == chunked_step.ALIGNMENT

@@ -24,17 +24,24 @@ def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
     """Bytes of a rank's buffers in host memory, at most; 0 where nothing is offloaded.
 
     Beside the chunks, the largest gradient that arrives, as it is on the wire and as a sum, or the
-    largest value that goes up.
+    largest value that goes up. On its way to NVMe a gradient is there once more, and the one before
+    may still be being written.
     """
     moved = [one for one in units if one.offload is not None]
     arriving = [
-        one.slice_numel(stage, devices) * (one.widths.wire + SUM)
+        one.slice_numel(stage, devices) * (one.widths.wire + SUM + _written(one))
         for one in moved
         if one.unit.trainable
     ]
     leaving = [one.slice_numel(stage, devices) * one.widths.compute for one in moved]
     on_the_way = max([*arriving, *leaving], default=0)
     return on_the_way + _chunks(moved) + _read_ahead(moved, stage, devices)
+
+
+def _written(one: SizedUnit) -> int:
+    """Bytes per element of gradients that go to NVMe."""
+    is_written = one.offload is not None and one.offload.gradients == "nvme"
+    return 2 * one.widths.gradient if is_written else 0
 
 
 def file_bytes(units: Sequence[SizedUnit], stage: int, rank: int, devices: int) -> int:
@@ -67,7 +74,7 @@ def _chunks(units: Sequence[SizedUnit]) -> int:
         for one in units
         if one.offload is not None and one.offload.optimizer == "nvme"
     ]
-    return CHUNKS * _whole_pages(max(sizes) // CHUNKS) if sizes else 0
+    return CHUNKS * (max(sizes) // CHUNKS // PAGE * PAGE) if sizes else 0
 
 
 def _read_ahead(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
