@@ -137,7 +137,8 @@ def _check_estimate(run: Run, backwards: int) -> None:
     last = run.ranks[0].steps[2]
     if backwards == 1:
         assert {kind: value for kind, value in estimate.sent.items() if value} == last.sent
-    kinds = {"parameters", "gradients", "optimizer", "host"} & {*last.memory, *estimate.memory}
+    kinds = {"parameters", "gradients", "optimizer", "host", "nvme"}
+    kinds &= {*last.memory, *estimate.memory}
     for kind in kinds:
         held = max(rank.steps[2].memory[kind] for rank in run.ranks)
         # The formula counts padding, too, which has no optimizer states.
@@ -150,6 +151,17 @@ def test_what_lies_in_host_memory_is_estimated(pool: Pool, tmp_path: Path, stage
     pool.run(2, recorded, tmp_path / "run", stage, "bf16", 1, "cpu")
     run = read_run(tmp_path / "run")
     assert run.ranks[0].steps[2].memory["host"] > 0
+    _check_estimate(run, 1)
+
+
+def test_what_lies_on_disk_is_estimated(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    pool.run(2, recorded, tmp_path / "run", 3, "bf16", 1, f"nvme:{tmp_path / 'swap'}")
+    run = read_run(tmp_path / "run")
+    memory, estimate = run.ranks[0].steps[2].memory, run.models[0].estimate
+    assert estimate is not None
+    assert memory["nvme"] > 0
+    assert "nvme" in estimate.memory
     _check_estimate(run, 1)
 
 

@@ -84,7 +84,7 @@ def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) ->
 def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[str, int]:
     """Bytes on a rank at the peak of a step of one backward, by kind, without activations.
 
-    "host": how many of the model states lie in host memory, if any do.
+    "host", "nvme": how many of the model states lie in host memory and on NVMe, if any do.
 
     Args:
         states: tensors of a parameter's size that the optimizer of each unit keeps, if it has one.
@@ -119,12 +119,14 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
         for kind, num_bytes in memory.by_kind().items():
             total[kind] += num_bytes or 0
         for kind in ("parameters", "gradients", "optimizer"):
-            total[kind] += getattr(memory.host, kind)
+            total[kind] += getattr(memory.host, kind) + getattr(memory.nvme, kind)
         total["host"] += memory.host.total
-    if not total["host"]:
-        del total["host"]
+        total["nvme"] += memory.nvme.total
+    for tier in ("host", "nvme"):
+        if not total[tier]:
+            del total[tier]
     if None in states.values():
         # So the sum with them is not known either.
-        for kind in ("optimizer", "host"):
+        for kind in ("optimizer", "host", "nvme"):
             total.pop(kind, None)
     return dict(total)

@@ -227,8 +227,14 @@ class Recorder:
         found["parameters"] = sum(one.parameters for one in states)
         found["gradients"] = sum(one.gradients for one in states)
         found["optimizer"] = self._optimizer_bytes()
+        if only is not None:
+            # What rests on disk has no memory here.
+            in_memory = memory.of_optimizer(only)
+            found["optimizer"] += sum(one.optimizer - in_memory for one in states)
         if host := sum(one.host for one in states):
             found["host"] = host
+        if nvme := sum(one.nvme for one in states):
+            found["nvme"] = nvme
         found |= memory.of_process(self._device)
         self._measured, self._measuring_took = now, time.perf_counter() - now
         return found

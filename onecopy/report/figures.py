@@ -23,7 +23,7 @@ MEMORY_NAMES = {
     "buffers": "gradients on their way",
 }
 MEMORY_COLOURS = {kind: number for number, kind in enumerate(MEMORY_NAMES)}
-HOST_NAMES = {"host": "model states in host memory"}
+TIER_NAMES = {"host": "model states in host memory", "nvme": "model states on NVMe"}
 PROCESS_NAMES = {"process": "whole process", "peak": "whole process, at its peak"}
 TIME_NAMES = {
     "compute": "compute",
@@ -164,7 +164,7 @@ def _memory_table(run: Summary, runs: Sequence[Summary]) -> str:
     unit = unit_for(max(most, default=0))
     rows = [_memory_row(run, kind, name, unit) for kind, name in MEMORY_NAMES.items()]
     rows.append(_memory_sum(run, unit))
-    more = {**HOST_NAMES, **PROCESS_NAMES}
+    more = {**TIER_NAMES, **PROCESS_NAMES}
     rows += [_memory_row(run, kind, name, unit) for kind, name in more.items()]
     head = [f"{unit} per rank", "estimated", *_least_and_most(run), "ratio"]
     return html.table(

@@ -142,8 +142,8 @@ class StepRecord:
     memory: bytes by kind: parameters (with masters), gradients, optimizer (model states at the end
         of the step, where they were measured), gathered (whole units at their peak in the step),
         process (allocated on the accelerator, on CPU the resident size), peak (the most of that so
-        far), host (the part of the model states that is offloaded to host memory). Kinds that were
-        not measured in this step are missing.
+        far), host and nvme (the parts of the model states that lie there). Kinds that were not
+        measured in this step are missing.
     metrics: what was logged; numbers may be nan and infinite.
     """
 
