@@ -21,6 +21,7 @@ import onecopy
 from onecopy import Config, Offload
 from onecopy.errors import ConfigError
 from onecopy.events import Event
+from onecopy.planner import room
 from tests import models
 from tests.pool import Pool
 
@@ -412,6 +413,29 @@ def test_an_overflow_leaves_everything(pool: Pool) -> None:
     for before, after, found in pool.run(2, overflowing):
         assert before == after
         assert set(found) == {"dropped"}
+
+
+def needed(kind: str) -> tuple[int, int]:
+    """Bytes of host memory that are said to be needed more with speculation, and elements owned."""
+    found: list[Any] = []
+
+    def keep(*arguments: Any) -> Any:
+        found.append(room_of(*arguments))
+        return found[-1]
+
+    room_of = room.room_of
+    with patch.object(room, "room_of", keep):
+        loops = [Loop(kind, ahead=ahead, stage=2) for ahead in (True, False)]
+    with_it, without = (one.needs[2][0] for one in found)
+    return with_it - without, sum(piece.numel() for piece in loops[0].pieces)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("momentum", 8), ("adamw_fused", 12)])
+def test_the_second_copy_is_counted(pool: Pool, kind: str, width: int) -> None:
+    """Where `shard` looks for room."""
+    for more, numel in pool.run(2, needed, kind):
+        # Slices are padded, and as long as gradients with their flags.
+        assert width * numel <= more <= 1.1 * width * numel + 4096
 
 
 # Optimizers of users' own.

@@ -25,7 +25,7 @@ def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
 
     Beside the chunks, the largest gradient that arrives, as it is on the wire and as a sum, or the
     largest value that goes up. On its way to NVMe a gradient is there once more, and the one before
-    may still be being written.
+    may still be being written. With speculative_step there is a second copy of masters and states.
     """
     moved = [one for one in units if one.offload is not None]
     arriving = [
@@ -35,7 +35,8 @@ def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
     ]
     leaving = [one.slice_numel(stage, devices) * one.widths.compute for one in moved]
     on_the_way = max([*arriving, *leaving], default=0)
-    return on_the_way + _chunks(moved) + _read_ahead(moved, stage, devices)
+    buffers = on_the_way + _chunks(moved) + _read_ahead(moved, stage, devices)
+    return buffers + sum(_made_ahead(one, stage, devices) for one in moved)
 
 
 def _written(one: SizedUnit) -> int:
@@ -75,6 +76,15 @@ def _chunks(units: Sequence[SizedUnit]) -> int:
         if one.offload is not None and one.offload.optimizer == "nvme"
     ]
     return CHUNKS * (max(sizes) // CHUNKS // PAGE * PAGE) if sizes else 0
+
+
+def _made_ahead(one: SizedUnit, stage: int, devices: int) -> int:
+    """Where updates are made ahead of the step, what masters and states are exchanged with."""
+    if one.offload is None or not one.offload.speculative_step or not one.unit.trainable:
+        return 0
+    widths = one.widths
+    numel = one.slice_numel(stage, devices)
+    return one.unit.count * numel * (widths.master + widths.optimizer)
 
 
 def _read_ahead(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
