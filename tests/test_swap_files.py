@@ -278,7 +278,7 @@ def test_faults_name_file_unit_rank_and_remedy(
 def test_the_others_go_on_when_one_fails(
     folder: SwapFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrays = [folder.array(f"kind {one}", "unit", 2 << 20, torch.float32) for one in range(3)]
+    arrays = [folder.array(f"kind {one}", "unit", 4 << 20, torch.float32) for one in range(3)]
     real = os.pwritev
 
     def fail(handle: int, memory: Sequence[memoryview], offset: int) -> int:
@@ -288,12 +288,12 @@ def test_the_others_go_on_when_one_fails(
         return real(handle, memory, offset)
 
     monkeypatch.setattr(os, "pwritev", fail)
-    sources = [torch.full((8 << 20,), one, dtype=torch.uint8) for one in range(3)]
+    sources = [torch.full((16 << 20,), one, dtype=torch.uint8) for one in range(3)]
     writes = [
         array.write(0, one.view(torch.float32)) for array, one in zip(arrays, sources, strict=True)
     ]
     assert [ends_well(one) for one in writes] == [True, False, True]
-    found = torch.empty(2 << 20)
+    found = torch.empty(4 << 20)
     arrays[2].read(0, found).wait()
     assert torch.equal(found.view(torch.uint8), sources[2])
 

@@ -32,7 +32,7 @@ __all__ = ["ALIGNMENT", "DirectFile", "aligned", "can_be_direct", "host_memory",
 # Bytes: a page, and a multiple of every block size that disks have.
 ALIGNMENT = 4096
 # The longest piece that one thread moves at once: straight, and by way of memory that it keeps.
-SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 8 << 20
 BOUNCE_BYTES = 512 << 10
 # Where one of these comes from an O_DIRECT request that is aligned, the file system knows none.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
