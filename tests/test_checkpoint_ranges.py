@@ -47,13 +47,13 @@ def test_boxes_of_ranges(data: Any) -> None:
         one = Range("t", shape, torch.float32, start, stop - start, values, order)
         with mock.patch.object(ranges, "MAX_ITEM_BYTES", 4 * limit):
             boxes = list(one.boxes())
-        for box, take in boxes:
-            part = take()
-            assert part.shape == box.sizes
+        for box, part in boxes:
+            values = part.values()
+            assert values.shape == box.sizes
             assert box.numel <= limit
             where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
             assert (found[where] == -1.0).all(), "an element came twice"
-            found[where] = part
+            found[where] = values
             numbers += box.numel
         if limit > numel:
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -71,9 +71,9 @@ def test_whole_tensors(data: Any) -> None:
     one = whole_tensor("t", tensor)
     assert (one.offset, one.numel, one.shape) == (0, tensor.numel(), tuple(tensor.shape))
     found = torch.empty(tensor.shape)
-    for box, take in one.boxes():
+    for box, part in one.boxes():
         where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-        found[where] = take()
+        found[where] = part.values()
     assert torch.equal(found, tensor)
     assert sorted(memory_order(tensor)) == list(range(tensor.dim()))
 

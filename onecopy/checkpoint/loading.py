@@ -29,7 +29,7 @@ from onecopy.checkpoint.states import (
     alike_in,
     extra_states_of,
     name_all,
-    range_of_values,
+    range_to_load,
     settle,
 )
 from onecopy.checkpoint.states import (
@@ -187,7 +187,7 @@ class _Targets:
         for name, model in self._named.models.items():
             for unit in model.engine.units:
                 for piece in unit.layout.pieces(unit.slice.rank):
-                    self._add(names, range_of_values(model, unit, piece))
+                    self._add(names, range_to_load(model, unit, piece))
             for key, tensor in alike_in(model).items():
                 self._add(names, whole_tensor(key, self._memory_for(tensor)))
             for key, module in extra_states_of(model):
@@ -259,7 +259,8 @@ class _Targets:
         planner = LoadRanges(ranges, keys, str(self._source.path))
         for model in self._named.models.values():
             for unit in model.engine.units if ranges else ():
-                unit.slice.join_master()
+                if unit.slice.disk is None:
+                    unit.slice.join_master()
         with errors_of_ranks(self._named.group):
             dcp.load(  # type: ignore[attr-defined]
                 {},

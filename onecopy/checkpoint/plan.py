@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from onecopy.checkpoint.boxes import Box, overlapping
-from onecopy.checkpoint.ranges import Range, memory_order
+from onecopy.checkpoint.ranges import Part, Range, memory_order
 from onecopy.errors import CheckpointError
 
 __all__ = ["LoadRanges", "SaveRanges"]
@@ -59,7 +59,7 @@ class SaveRanges(DefaultSavePlanner):
         self._ranges = list(ranges)
         self._objects = objects
         self._paths = paths
-        self._tensors: dict[MetadataIndex, Callable[[], torch.Tensor]] = {}
+        self._parts: dict[MetadataIndex, Part] = {}
 
     def set_up_planner(
         self,
@@ -74,9 +74,9 @@ class SaveRanges(DefaultSavePlanner):
         items = []
         for one in self._ranges:
             properties = TensorProperties(dtype=one.dtype)
-            for box, values in one.boxes():
+            for box, part in one.boxes():
                 index = MetadataIndex(one.key, box.offsets)
-                self._tensors[index] = values
+                self._parts[index] = part
                 data = TensorWriteData(_chunk(box), properties, torch.Size(one.shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         for key in self._objects:
@@ -87,7 +87,7 @@ class SaveRanges(DefaultSavePlanner):
         """The values of one item, in host memory and with no other memory behind them."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[write_item.index.fqn])
-        return _alone(self._tensors[write_item.index]().detach())
+        return _alone(self._parts[write_item.index].values().detach())
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class LoadRanges(DefaultLoadPlanner):
         self._ranges = list(ranges)
         self._keys = list(keys)
         self._where = where
-        self._tensors: dict[MetadataIndex, Callable[[], torch.Tensor]] = {}
+        self._parts: dict[MetadataIndex, Part] = {}
         self.objects: dict[str, bytes] = {}
 
     def set_up_planner(
@@ -161,8 +161,8 @@ class LoadRanges(DefaultLoadPlanner):
                 "it was saved from another model"
             )
         chunks = []
-        for box, values in one.boxes():
-            self._tensors[MetadataIndex(one.key, box.offsets)] = values
+        for box, part in one.boxes():
+            self._parts[MetadataIndex(one.key, box.offsets)] = part
             chunks.append(_chunk(box))
         items = create_read_items_for_chunk_list(one.key, stored, chunks)
         read = {item.storage_index.index or 0 for item in items}
@@ -186,12 +186,9 @@ class LoadRanges(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The part of this rank's memory that an item fills."""
-        tensor = self._tensors[read_item.dest_index]()
-        for dim, (start, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, start, size)
-        return tensor
+        part = self._parts[read_item.dest_index]
+        return part.window(read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was written in place."""
+        """It has been written to."""
+        self._parts[read_item.dest_index].take(read_item.dest_offsets, tensor)

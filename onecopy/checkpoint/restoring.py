@@ -8,6 +8,7 @@ that do more there see what they always see.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,12 @@ from onecopy.memory.buffers import num_owners
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import nn
+
     from onecopy.checkpoint.matching import Names
+    from onecopy.checkpoint.ranges import Put, Values
     from onecopy.checkpoint.states import Named, NamedOptimizer
+    from onecopy.core.swapped import Swapped
     from onecopy.core.unit import Unit
 
 __all__ = ["OptimizerStates"]
@@ -49,6 +54,8 @@ class OptimizerStates:
         self.keys: list[str] = []
         # By number of the piece, by name: a tensor, or the key of an object.
         self._states: list[dict[str, Any]] = []
+        # Those that are read to disk.
+        self._on_disk: list[tuple[nn.Parameter, str, Swapped]] = []
         self._objects: list[tuple[dict[str, Any], str, str]] = []
         # Tensors that are read whole, by key, and who wants a copy of one.
         self._whole: dict[str, torch.Tensor] = {}
@@ -88,7 +95,6 @@ class OptimizerStates:
             unit, index = piece
             state: dict[str, Any] = {}
             self._states.append(state)
-            present = self._binding.optimizer.state.get(unit.slice.pieces[index], {})
             values = names.values_of(self._named, parameter)
             model = self._named.model_of(parameter)
             is_cut = unit.slice.place_of(index).numel < parameter.numel()
@@ -101,13 +107,29 @@ class OptimizerStates:
                     dtype = stored.properties.dtype
                     is_cast = dtype == values.properties.dtype
                     dtype = unit.dtypes.master if is_cast else dtype
-                    flat, state[name] = _memory_for(unit, index, dtype, present.get(name))
-                    place, read = unit.slice.place_of(index), partial(_between, flat)
-                    self.ranges.append(model.range_like(unit, place, key, flat.dtype, read))
+                    read, put = self._place_for(unit, index, dtype, name, state)
+                    one = model.range_like(unit, unit.slice.place_of(index), key, dtype, read)
+                    self.ranges.append(replace(one, put=put))
                     continue
                 self._read(state, name, key, names)
                 if is_tensor and is_part:
                     self._of_whole.append((key, stored))
+
+    def _place_for(
+        self, unit: Unit, index: int, dtype: torch.dtype, name: str, state: dict[str, Any]
+    ) -> tuple[Values, Put | None]:
+        """Where to read a state with a value for each element of its piece."""
+        piece = unit.slice.pieces[index]
+        if unit.slice.disk is None:
+            present = self._binding.optimizer.state.get(piece, {}).get(name)
+            flat, state[name] = _memory_for(unit, index, dtype, present)
+            return partial(_between, flat), None
+        chunked = self._binding.unit_steps.chunked
+        found = chunked.find(piece, name)
+        if found is None or found.is_joined or found.whole.dtype != dtype:
+            found = chunked.make(unit, index, name, dtype)
+        self._on_disk.append((piece, name, found))
+        return found.part, found.put
 
     def _refuse_whole(self) -> None:
         for key, stored in self._of_whole:
@@ -170,6 +192,9 @@ class OptimizerStates:
         }
         optimizer.load_state_dict(state_dict)
         self._keep_dtypes()
+        for piece, name, state in self._on_disk:
+            # By the side of load_state_dict, which would bring all of them into memory.
+            self._binding.unit_steps.chunked.keep(piece, name, state)
 
     def _keep_dtypes(self) -> None:
         """torch casts states to the dtype of their parameter; they continue as they were saved."""

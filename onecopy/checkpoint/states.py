@@ -13,7 +13,7 @@ with the model's, with several optimizers `optimizer.<name>.` takes the place of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.layout import Piece
     from onecopy.core.optimizer import Binding
+    from onecopy.core.swapped import Swapped
     from onecopy.core.tiled_linear import TilePlace
     from onecopy.core.unit import Unit
 
@@ -53,6 +54,7 @@ __all__ = [
     "meet",
     "name_all",
     "range_of_values",
+    "range_to_load",
     "settle",
     "states_of",
 ]
@@ -353,6 +355,14 @@ def range_of_values(model: NamedModel, unit: Unit, piece: Piece) -> Range:
     )
 
 
+def range_to_load(model: NamedModel, unit: Unit, piece: Piece) -> Range:
+    """The same for new values, which go to disk by and by where the masters are there."""
+    values = range_of_values(model, unit, piece)
+    if unit.slice.disk is None:
+        return values
+    return replace(values, put=lambda at, new: unit.slice.put_part(piece.start + at, new))
+
+
 def alike_in(model: NamedModel) -> dict[str, torch.Tensor]:
     """What every rank has whole: persistent buffers, and parameters without elements."""
     return {
@@ -405,28 +415,28 @@ def _add_optimizer(named: Named, optimizer: NamedOptimizer, states: States) -> N
         if found is None or found[1] not in parts[found[0]]:
             continue
         unit, index = found
-        state = binding.optimizer.state.get(unit.slice.pieces[index])
-        if state:
-            model = named.model_of(parameter)
-            path = (*optimizer.path, STATE, model.name_of(parameter))
-            states.merge(_states_of_piece(path, state, model, unit, parts[unit][index]))
+        model = named.model_of(parameter)
+        path = (*optimizer.path, STATE, model.name_of(parameter))
+        states.merge(_states_of_piece(path, binding, model, unit, parts[unit][index]))
 
 
 def _states_of_piece(
-    path: Path, state: dict[str, Any], model: NamedModel, unit: Unit, piece: Piece
+    path: Path, binding: Binding, model: NamedModel, unit: Unit, piece: Piece
 ) -> States:
     """What is kept for one parameter: ranges of what is like it, the rest by whom has its start."""
     states, index = States(), piece.index
+    own = unit.slice.pieces[index]
     tile = model.places.get(id(unit.parameters[index]))
     is_part = unit.slice.place_of(index).numel < unit.parameters[index].numel() or tile is not None
     has_start = not piece.offset and (tile is None or not tile.first)
     skipped = piece.offset - unit.slice.place_of(index).offset
-    for name, value in state.items():
+    for name, value in binding.optimizer.state.get(own, {}).items():
         full_path = (*path, str(name))
         states.paths[key_of(full_path)] = full_path
-        if is_cut_state(unit, index, value):
-            flat = unit.slice.from_piece(index, value.detach())
-            values = partial(_between, flat, skipped)
+        on_disk = binding.unit_steps.chunked.find(own, name)
+        if on_disk is not None or is_cut_state(unit, index, value):
+            whole = on_disk or _InMemory(unit.slice.from_piece(index, value.detach()))
+            values = partial(_between, whole, skipped)
             states.ranges.append(
                 model.range_like(unit, piece, key_of(full_path), value.dtype, values)
             )
@@ -452,8 +462,18 @@ def _is_larger(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_is_larger, value))
 
 
-def _between(flat: torch.Tensor, skipped: int, start: int, stop: int) -> torch.Tensor:
-    return flat[skipped + start : skipped + stop]
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """A state of which parts can be had, as of one on disk."""
+
+    flat: torch.Tensor
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        return self.flat[start:stop]
+
+
+def _between(whole: Swapped | _InMemory, skipped: int, start: int, stop: int) -> torch.Tensor:
+    return whole.part(skipped + start, skipped + stop)
 
 
 def _add_groups(named: Named, optimizer: NamedOptimizer, states: States) -> None:

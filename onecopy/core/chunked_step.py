@@ -196,22 +196,31 @@ class ChunkedStep:
     def _adopt(self, unit: Unit, piece: nn.Parameter, name: str, value: torch.Tensor) -> None:
         """A state in memory goes to disk."""
         index = next(one for one, own in unit.slice.pieces.items() if own is piece)
-        state = self._make(unit, piece, index, name, value.dtype)
-        state.whole.copy_(unit.slice.from_piece(index, value))
-        state.rest()
+        flat = unit.slice.from_piece(index, value.detach())
+        self.keep(piece, name, self.make(unit, index, name, value.dtype))
+        self._on_disk[piece][name].put(0, flat.contiguous().cpu())
 
-    def _make(
-        self, unit: Unit, piece: nn.Parameter, index: int, name: str, dtype: torch.dtype
-    ) -> Swapped:
-        """A state that can rest on disk, instead of what the optimizer has; its values are junk."""
+    def make(self, unit: Unit, index: int, name: str, dtype: torch.dtype) -> Swapped:
+        """A state of the piece of parameter `index`, at rest; its values are junk.
+
+        The optimizer does not have it until `keep`, but it may have another one that rests in the
+        same place.
+        """
         files, place = _disk_of(unit).files, unit.slice.place_of(index)
         whole = torch.empty(place.numel, dtype=dtype)
         view = unit.slice.as_piece(index, whole.detach())
         state = Swapped(files, _kind(name, dtype), place.start)
         state.take(whole, (view,))
-        self._on_disk.setdefault(piece, {})[name] = state
-        self._optimizer.state[piece][name] = view
+        state.leave()
         return state
+
+    def keep(self, piece: nn.Parameter, name: str, state: Swapped) -> None:
+        """The optimizer has this state of a piece now, whatever it had before."""
+        known = self._on_disk.setdefault(piece, {})
+        if name in known and known[name] is not state:
+            known[name].retire()
+        known[name] = state
+        self._optimizer.state[piece][name] = state.view
 
     def _follow(self, unit: Unit) -> None:
         """Somebody may hold views of what has changed on disk."""
@@ -365,9 +374,9 @@ class ChunkedStep:
             elif name in known and known[name].whole.dtype == value.dtype:
                 state[name] = before[name]
             else:
-                self._make(unit, piece, part.index, name, value.dtype).leave()
+                self.keep(piece, name, self.make(unit, part.index, name, value.dtype))
         for name in known.keys() - state.keys():
-            del known[name]
+            known.pop(name).retire()
 
     def _write(self, chunk: _Chunk, made: Iterable[tuple[Kind, _Part]]) -> _Slot:
         disk, slot = _disk_of(chunk.unit), chunk.memory

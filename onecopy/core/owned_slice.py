@@ -99,6 +99,12 @@ class OwnedSlice:
             return self._resting.part(start, stop)
         return self._master[start:stop]
 
+    def put_part(self, start: int, values: torch.Tensor) -> None:
+        """Give elements of a master on disk new values, without the others in memory."""
+        assert self.disk is not None, "only there parts are written"
+        self._is_stale = True
+        self.disk.master.put(start, values)
+
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What holds the master, as it is now."""

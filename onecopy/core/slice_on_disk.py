@@ -107,7 +107,7 @@ class SliceOnDisk:
     def keep(self, low: int, masters: torch.Tensor) -> None:
         """Masters have changed, from element `low` on: a part that `parts` has given."""
         if not self.master.is_joined:
-            self.files.lane.write(self.files.array(*self.master_kind), low, masters).wait()
+            self.master.put(low, masters)
 
     def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The masters in parts, each with the number of its first element; views or copies."""

@@ -110,6 +110,10 @@ class DiskLane:
                 each.rest()
                 del self._touched[each]
 
+    def forget(self, one: Swapped) -> None:
+        """It does not go back to disk any more."""
+        self._touched.pop(one, None)
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) host memory for direct transfers, which `give_back` takes again."""
         free = self._free.get((numel, dtype))
@@ -178,7 +182,7 @@ class Swapped:
         self._views: tuple[torch.Tensor, ...] = ()
         self._plain: list[type[torch.Tensor]] = []
         self._guards: dict[type[torch.Tensor], type[torch.Tensor]] = {}
-        self._num_owners = 0
+        self._holders = (0, 0)
         self._writing: Moving | None = None
 
     def take(self, whole: torch.Tensor, views: Iterable[torch.Tensor]) -> None:
@@ -194,7 +198,13 @@ class Swapped:
         self._plain = [type(view) for view in self._views]
         for kind in set(self._plain) - self._guards.keys():
             self._guards[kind] = guard_class(kind, weakref.ref(self))
-        self._num_owners = buffers.num_owners(whole)
+        self._holders = self._count_holders()
+
+    @property
+    def view(self) -> torch.Tensor:
+        """What stands for the values, where it is one tensor."""
+        (view,) = self._views
+        return view
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -286,9 +296,13 @@ class Swapped:
             self._lane.read(self.array, self.start, self.whole).wait()
 
     def _can_leave(self) -> bool:
-        """Nobody else has a view of the memory."""
-        is_held = buffers.num_owners(self.whole) > self._num_owners
+        """Nobody else has a view of the memory, or its storage (torch.save has, until its end)."""
+        now = self._count_holders()
+        is_held = any(count > known for count, known in zip(now, self._holders, strict=True))
         return not is_held and self.whole.untyped_storage().resizable()
+
+    def _count_holders(self) -> tuple[int, int]:
+        return buffers.num_owners(self.whole), buffers.num_references(self.whole)
 
     def _put_guards(self) -> None:
         self.is_joined = False
@@ -300,6 +314,19 @@ class Swapped:
         if self.is_joined:
             return self.whole[start:stop]
         self.finish()
-        values = self.whole.new_empty(0).new_empty(stop - start)
+        values = torch.empty(stop - start, dtype=self.whole.dtype)
         self._lane.read(self.array, self.start + start, values).wait()
         return values
+
+    def put(self, start: int, values: torch.Tensor) -> None:
+        """Take values for the elements from number `start` on, without the others in memory."""
+        if self.is_joined:
+            self.whole[start : start + values.numel()].copy_(values)
+            return
+        self.finish()
+        self._lane.write(self.array, self.start + start, values).wait()
+
+    def retire(self) -> None:
+        """Something else rests in its place from now on; it keeps what is in memory."""
+        self.finish()
+        self._lane.forget(self)

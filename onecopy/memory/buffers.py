@@ -24,7 +24,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["free", "grow", "is_freed", "num_owners", "reuse_freed_blocks", "want_huge_pages"]
+__all__ = [
+    "free",
+    "grow",
+    "is_freed",
+    "num_owners",
+    "num_references",
+    "reuse_freed_blocks",
+    "want_huge_pages",
+]
 
 # glibc takes no larger threshold. The heap is trimmed when this much lies free at its end.
 MMAP_THRESHOLD_BYTES = 32 << 20
@@ -95,3 +103,8 @@ def free(tensor: torch.Tensor) -> None:
 def num_owners(tensor: torch.Tensor) -> int:
     """How many tensors (and other owners, numpy arrays among them) share this storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def num_references(tensor: torch.Tensor) -> int:
+    """How many references Python has to this storage as an object, those made here included."""
+    return sys.getrefcount(tensor.untyped_storage())

@@ -1,0 +1,157 @@
+"""States on disk are looked at, saved, loaded and replaced as if they were in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import onecopy
+from onecopy import Offload, Precision
+from tests import models
+from tests.pool import Pool
+from tests.runs import OPTIMIZERS, full_values
+
+# Of one unit that is on disk little more than this may be in memory.
+BUFFER = 1 << 16
+
+
+def on_disk(path: Path, parameters: str = "device") -> Offload:
+    return Offload(
+        optimizer="nvme",
+        gradients="nvme",
+        parameters=parameters,
+        path=str(path),
+        buffer_bytes=BUFFER,
+    )
+
+
+def make(
+    name: str, optimizer: str, stage: int = 3, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = models.build(name, 0)
+    made = OPTIMIZERS[optimizer](model)
+    onecopy.shard(model, made, stage=stage, **settings)
+    return model, made
+
+
+def train(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> list[float]:
+    """Every rank sees all batches, so that the number of ranks makes little difference."""
+    losses = []
+    for step in steps:
+        loss = models.loss(model, models.batch(name, step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of this rank's, piece by piece."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in optimizer.state.get(piece, {}).items()
+        }
+        for group in optimizer.param_groups
+        for piece in group["params"]
+    ]
+
+
+def check_states(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert torch.equal(value, theirs[name]), name
+
+
+def check_values(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+Outcome = tuple[list[float], dict[str, Tensor], list[dict[str, Any]]]
+
+
+def outcome(losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    return losses, full_values(model), states(optimizer)
+
+
+def check_equal(outcomes: list[list[Outcome]]) -> None:
+    """All ways of one rank, on every rank."""
+    for first, *others in outcomes:
+        for other in others:
+            assert other[0] == first[0]
+            check_values(other[1], first[1])
+            check_states(other[2], first[2])
+
+
+# Checkpoints ----------------------------------------------------------------------------------
+
+SETTINGS = [
+    ("gpt", "adamw", 3, {}),
+    ("tied", "momentum", 1, {}),
+    ("gpt", "adamw_fused", 2, {"precision": Precision(compute="bf16", gradient="bf16")}),
+    ("convgn", "adamw", 3, {"whole_parameters": True}),
+]
+
+
+def save_both(
+    root: Path, name: str, optimizer: str, stage: int, settings: dict[str, Any], offload: Offload
+) -> list[Outcome]:
+    found = []
+    for folder, more in (("plain", {}), ("disk", {"offload": offload})):
+        model, made = make(name, optimizer, stage, **settings, **more)
+        losses = train(name, model, made, range(2))
+        onecopy.save(root / folder, model, made)
+        found.append(outcome(losses, model, made))
+    return found
+
+
+def load_all(
+    root: Path, name: str, optimizer: str, stage: int, settings: dict[str, Any], offload: Offload
+) -> list[Outcome]:
+    """Into memory and onto disk, from either: into what is new, and what has trained on."""
+    found = []
+    for folder, steps, more in (
+        ("plain", 0, {}),
+        ("disk", 0, {}),
+        ("plain", 0, {"offload": offload}),
+        ("disk", 0, {"offload": offload}),
+        ("plain", 1, {"offload": offload}),
+    ):
+        model, made = make(name, optimizer, stage, **settings, **more)
+        train(name, model, made, range(7, 7 + steps))
+        onecopy.load(root / folder, model, made)
+        before = outcome([], model, made)
+        losses = train(name, model, made, range(2, 4))
+        after = outcome(losses, model, made)
+        found.append(
+            (
+                losses,
+                before[1] | {f"then {k}": v for k, v in after[1].items()},
+                before[2] + after[2],
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_checkpoints_go_from_tier_to_tier(pool: Pool, tmp_path: Path, number: int) -> None:
+    name, optimizer, stage, settings = SETTINGS[number]
+    parameters = "nvme" if stage == 3 else "device"
+    swap, root = tmp_path / "swap", tmp_path / "root"
+    swap.mkdir()
+    offload = on_disk(swap, parameters)
+    check_equal(pool.run(2, save_both, root, name, optimizer, stage, settings, offload))
+    for world in (2, 3)[: 1 + (number == 0)]:
+        check_equal(pool.run(world, load_all, root, name, optimizer, stage, settings, offload))
