@@ -139,3 +139,31 @@ def test_whole_parameters_must_fit_into_the_buffers(pool: Pool, tmp_path: Path) 
     first, *_ = pool.run(2, too_large, str(tmp_path), expect_failures=True)
     assert "weight" in str(first)
     assert "buffer_bytes=196608" in str(first)
+
+
+def held_gradients(path: str) -> list[bool]:
+    """Gradients of the pieces, held across zero_grad and the next backward."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = Offload(optimizer="nvme", gradients="nvme", path=path)
+    onecopy.shard(model, optimizer, stage=2, offload=offload)
+    held, copies = [], []
+    for step in range(3):
+        model(torch.full((2, 64), 1.0 + step)).square().sum().backward()
+        pieces = optimizer.param_groups[0]["params"]
+        held.append([piece.grad for piece in pieces])
+        copies.append([gradient.clone() for gradient in held[-1]])
+        optimizer.zero_grad()
+    return [
+        torch.equal(one, other)
+        for ones, others in zip(held, copies, strict=True)
+        for one, other in zip(ones, others, strict=True)
+    ]
+
+
+def test_a_gradient_that_is_held_keeps_its_values(pool: Pool, tmp_path: Path) -> None:
+    """As in plain PyTorch, although the next one takes its place on disk."""
+    for found in pool.run(2, held_gradients, str(tmp_path)):
+        assert len(found) >= 3
+        assert all(found)

@@ -161,7 +161,8 @@ class ChunkedStep:
         try:
             for unit, low, high, parts in self._places(work):
                 waiting.append(self._read(unit, low, high, parts, free.popleft()))
-                if not free:
+                if len(waiting) == NUM_SLOTS - 1:
+                    # Into its memory goes the chunk after the next: its write has until then.
                     free.append(self._update(waiting.popleft()))
             while waiting:
                 self._update(waiting.popleft())

@@ -247,6 +247,9 @@ class Engine:
             agreement.scheduled(wish)
         else:
             agreement.agree(wish)
+        for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
+            if other.state is UnitState.SHARDED:
+                other.slice.start_fetch()
         if unit.state is UnitState.SHARDED:
             unit.start_gather()
         self._prefetch()
@@ -255,11 +258,7 @@ class Engine:
     def _prefetch(self) -> None:
         """Start the gathers of the next units, as far ahead as the configuration allows."""
         limit, ahead = self.config.prefetch_bytes, 0
-        upcoming = self.schedule.upcoming()
-        for unit in upcoming[:FETCHED_AHEAD]:
-            if unit.state is UnitState.SHARDED:
-                unit.slice.start_fetch()
-        for unit in upcoming:
+        for unit in self.schedule.upcoming():
             if unit.state is UnitState.GATHERED:
                 # In use now, and needed again later: it will be gathered then.
                 continue

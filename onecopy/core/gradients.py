@@ -322,8 +322,10 @@ class Gradients:
         views = [view for view in views if view._base is mean]
         if self._on_disk is None:
             self._on_disk = Swapped(disk.files, kind)
-        if self._on_disk.whole is not mean or not all(map(self._on_disk.stands_for, views)):
-            self._on_disk.join()
+        is_new = self._on_disk.whole is not mean
+        if is_new or not all(map(self._on_disk.stands_for, views)):
+            if not is_new:
+                self._on_disk.join()
             self._on_disk.take(mean, views)
         self._on_disk.rest(behind=behind)
 

@@ -15,6 +15,7 @@ Source: ZeRO-Infinity (Rajbhandari et al. 2021), sections 5.1 and 6.3.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import deque
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.core.guard import guard_class
+from onecopy.errors import ParameterReleasedError
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskLane", "Kind", "Moving", "SliceFiles", "Swapped"]
 
+# The tuple of views, the name in a loop over it, and the argument of sys.getrefcount.
+NUM_OWN_REFERENCES = 3
 # A kind of state, "master" or what an optimizer calls its own, and its dtype.
 Kind = tuple[str, torch.dtype]
 
@@ -192,6 +196,11 @@ class Swapped:
             whole: 1-D, with a storage of its own.
             views: those of its views that wear the guard while they rest.
         """
+        if not self.is_joined and any(
+            sys.getrefcount(one) > NUM_OWN_REFERENCES for one in self._views
+        ):
+            # Somebody holds the tensors of before: they keep their values.
+            self.join()
         self.finish()
         self.whole, self._views = whole, tuple(views)
         self.is_joined = True
@@ -221,7 +230,18 @@ class Swapped:
         return any(view is value for view in self._views)
 
     def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
-        """Views are about to be used (see `guard.Gatherer`)."""
+        """Views are about to be used (see `guard.Gatherer`).
+
+        Raises:
+            ParameterReleasedError: it stands for others by now.
+        """
+        guards = tuple(self._guards.values())
+        if any(type(one) in guards and not self.stands_for(one) for one in tensors):
+            raise ParameterReleasedError(
+                f"a {self.array.name} of unit {self.array.unit} that others have taken the place "
+                "of was touched: its values exist no more. Keep a copy of what you want to look at "
+                "later, tensor.detach().clone()"
+            )
         self.join()
         self._lane.note_touch(self, tensors)
 
