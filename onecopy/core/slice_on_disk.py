@@ -81,17 +81,22 @@ class SliceOnDisk:
         array = self.files.array(*self._values)
         return self.files.lane.write(array, low, values.to(array.dtype))
 
-    def start_fetch(self) -> None:
-        """Begin to read what the next gather sends; nothing happens where that is under way."""
+    def start_fetch(self, *, must: bool = False) -> None:
+        """Begin to read what the next gather sends; nothing happens where that is under way.
+
+        Nor where the buffers are full, unless the gather comes now (`must`).
+        """
         if self._values is None or self._ahead is not None:
             return
         lane, array = self.files.lane, self.files.array(*self._values)
+        if not must and not lane.has_room_for(self._numel * array.dtype.itemsize):
+            return
         target = lane.take(self._numel, array.dtype)
         self._ahead = target, lane.read(array, 0, target)
 
     def fetch(self) -> torch.Tensor:
         """(s,) what a gather sends, in host memory, until `let_go`."""
-        self.start_fetch()
+        self.start_fetch(must=True)
         assert self._ahead is not None, "begun just now"
         values, moving = self._ahead
         moving.wait()

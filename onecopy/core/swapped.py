@@ -85,6 +85,8 @@ class DiskLane:
         self.buffer_bytes = buffer_bytes
         self._events = events
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        # Bytes that are taken, and that are free for the next.
+        self._num_taken = self._num_free = 0
         self._behind: deque[Swapped] = deque()
         # In the order of their last touch.
         self._touched: dict[Swapped, None] = {}
@@ -120,13 +122,26 @@ class DiskLane:
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) host memory for direct transfers, which `give_back` takes again."""
+        num_bytes = numel * dtype.itemsize
+        self._num_taken += num_bytes
         free = self._free.get((numel, dtype))
         if free:
+            self._num_free -= num_bytes
             return free.pop()
         return self.folder.buffer(numel * dtype.itemsize)[: numel * dtype.itemsize].view(dtype)
 
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether so much more may be taken before somebody waits for it."""
+        return self._num_taken + num_bytes <= self.buffer_bytes
+
     def give_back(self, memory: torch.Tensor) -> None:
         """Nothing is under way into it or out of it."""
+        self._num_taken -= memory.nbytes
+        self._num_free += memory.nbytes
+        if self._num_free > self.buffer_bytes:
+            # Sizes of units that come no more, perhaps.
+            self._free.clear()
+            self._num_free = memory.nbytes
         self._free.setdefault((memory.numel(), memory.dtype), []).append(memory)
 
     def read(self, array: SwapArray, start: int, target: torch.Tensor) -> Moving:
