@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,68 @@ def test_checkpoints_go_from_tier_to_tier(pool: Pool, tmp_path: Path, number: in
     check_equal(pool.run(2, save_both, root, name, optimizer, stage, settings, offload))
     for world in (2, 3)[: 1 + (number == 0)]:
         check_equal(pool.run(world, load_all, root, name, optimizer, stage, settings, offload))
+
+
+# Whatever else looks at states ---------------------------------------------------------------
+
+
+def copies(model: nn.Module) -> list[dict[str, Tensor]]:
+    """What ways of reading a whole model give."""
+    copied = copy.deepcopy(model)
+    found = [dict(model.state_dict()), dict(copied.state_dict())]
+    with onecopy.full_parameters(model):
+        found.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    return found
+
+
+def packed(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer's state_dict, through a file."""
+    stream = io.BytesIO()
+    torch.save(optimizer.state_dict(), stream)
+    return torch.load(io.BytesIO(stream.getvalue()))
+
+
+def go_through(offload: Offload | None, settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Train, and between the steps do all that reads, brings back or takes away states."""
+    name = "tied"
+    model, optimizer = make(name, "adamw", offload=offload, **settings)
+    first = packed(optimizer)
+    losses = train(name, model, optimizer, range(1))
+    optimizer.load_state_dict(first)  # before the first step there was nothing
+    losses += train(name, model, optimizer, range(1, 3))
+    values, middle = copies(model), packed(optimizer)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    losses += train(name, model, optimizer, range(3, 5))
+    optimizer.load_state_dict(middle)
+    model.load_state_dict(weights)
+    losses += train(name, model, optimizer, range(3, 5))
+    values.append(full_values(model))
+    before = states(optimizer)
+    onecopy.unshard(model)
+    whole = states(optimizer)
+    values.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    # Partitioned anew, with an optimizer that has states already.
+    onecopy.shard(model, stage=3, offload=offload, **settings)
+    onecopy.shard(model, optimizer)
+    losses += train(name, model, optimizer, range(5, 7))
+    values.append(full_values(model))
+    return losses, values, [before, whole, states(optimizer)]
+
+
+def ways(settings: dict[str, Any], *offloads: Offload) -> list[tuple[Any, ...]]:
+    return [go_through(offload, settings) for offload in (None, *offloads)]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_everything_that_reads_or_replaces(
+    pool: Pool, tmp_path: Path, precision: str | None
+) -> None:
+    settings = {"precision": Precision(compute=precision, gradient=precision)} if precision else {}
+    offload = on_disk(tmp_path, "nvme")
+    for plain, other in pool.run(2, ways, settings, offload):
+        assert other[0] == plain[0]
+        for mine, theirs in zip(other[1], plain[1], strict=True):
+            check_values(mine, theirs)
+        for one, them in zip(other[2], plain[2], strict=True):
+            check_states(one, them)
+    assert not list(tmp_path.iterdir()), "files were left"

@@ -186,6 +186,10 @@ class ChunkedStep:
         unit.slice.settle()
         if unit.gradients is not None:
             unit.gradients.put_away()
+        self.settle_states(unit, pieces)
+
+    def settle_states(self, unit: Unit, pieces: Iterable[nn.Parameter]) -> None:
+        """The same for what the optimizer keeps."""
         for piece in pieces:
             for name, value in list(self._optimizer.state.get(piece, {}).items()):
                 found = self.find(piece, name)
@@ -372,7 +376,7 @@ class ChunkedStep:
         for name, value in left.items():
             if not isinstance(value, _OnDisk):
                 state[name] = value
-            elif name in known and known[name].whole.dtype == value.dtype:
+            elif name in before.keys() & known.keys() and known[name].whole.dtype == value.dtype:
                 state[name] = before[name]
             else:
                 self.keep(piece, name, self.make(unit, part.index, name, value.dtype))

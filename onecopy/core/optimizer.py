@@ -218,6 +218,7 @@ class Binding:
         self._check_parameters(first)
         for group in self.optimizer.param_groups[first:]:
             self._adopt_group(group)
+        self.unit_steps.settle_states()
 
     # Step -------------------------------------------------------------------------------------
 

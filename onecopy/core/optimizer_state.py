@@ -48,10 +48,14 @@ def register_state_hooks(binding: Binding) -> list[RemovableHandle]:
             return None
         return _cut(state_dict, binding)
 
+    def after_loading(_: torch.optim.Optimizer) -> None:
+        binding.unit_steps.settle_states()
+
     return [
         binding.optimizer.register_state_dict_pre_hook(before_saving),
         binding.optimizer.register_state_dict_post_hook(after_saving),
         binding.optimizer.register_load_state_dict_pre_hook(before_loading),
+        binding.optimizer.register_load_state_dict_post_hook(after_loading),
     ]
 
 

@@ -139,6 +139,7 @@ class OwnedSlice:
         parameters = placement.parameters if releases else "device"
         self._stays, compute = parameters == "device", self.own.dtype
         self._kept = None
+        files = self._leave_disk()
         if is_trained and placement.optimizer == "device":
             self._keep_master_on_device()
             return
@@ -153,13 +154,24 @@ class OwnedSlice:
             self._kept = master.to(compute, copy=True)
         values = compute if parameters == "nvme" else None
         self.disk = SliceOnDisk(
-            SliceFiles(placement.disk, name, self._layout.strides[self.rank]),
+            files or SliceFiles(placement.disk, name, self._layout.strides[self.rank]),
             master,
             self.pieces.values(),
             values=values,
             has_gradients=placement.gradients == "nvme",
         )
         self._resting = self.disk.master
+
+    def _leave_disk(self) -> SliceFiles | None:
+        """Bring back what was frozen, and lay with the values; the files are free for others."""
+        disk, self.disk = self.disk, None
+        if disk is None:
+            return None
+        disk.let_go()
+        self.join_master()
+        disk.master.retire()
+        self._resting = None
+        return disk.files
 
     def _keep_master_on_device(self) -> None:
         """Only gradients, or what gathers send, are elsewhere."""
@@ -223,7 +235,7 @@ class OwnedSlice:
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the master in another dtype; pieces stay who they are."""
         if dtype != self._master.dtype:
-            self._take_master(self._master.to(dtype))
+            self._take_master(self.master.to(dtype))
 
     def _take_master(self, master: torch.Tensor) -> None:
         self._master = master

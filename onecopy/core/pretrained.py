@@ -128,6 +128,8 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
         whole = torch.empty(source.shape, dtype=master.dtype)
         num_bytes += source.read(whole)
         part.copy_(unit.slice.own_part(place.index, whole))
+    del master
+    unit.slice.rest()
     return num_bytes
 
 

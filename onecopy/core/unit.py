@@ -405,10 +405,8 @@ class Unit:
             return self.flat
         self.take_values()
         whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
-        numels = self.layout.slice_numels
-        self._collectives.gather(
-            whole, self.slice.master.to(whole.device), numels, self.number
-        ).finish()
+        numels, own = self.layout.slice_numels, self.slice.master_part(0, self.slice.own.numel())
+        self._collectives.gather(whole, own.to(whole.device), numels, self.number).finish()
         return whole
 
     def load_master(self, index: int, value: torch.Tensor) -> None:
@@ -447,8 +445,7 @@ class Unit:
         if index in self.slice.pieces:
             place = self.slice.place_of(index)
             start, stop = place.start, place.start + place.numel
-        with self.slice.joined():
-            return self.gather_pieces(index, self.slice.master[start:stop])
+        return self.gather_pieces(index, self.slice.master_part(start, stop))
 
     def gather_pieces(self, index: int, own: torch.Tensor) -> torch.Tensor:
         """What the owners of parameter `index` have for it, shaped like it; a collective.

@@ -46,6 +46,13 @@ class UnitSteps:
             self.chunked.check_room(unit, piece)
         self._pieces.setdefault(unit, {}).setdefault(group, []).append(piece)
 
+    def settle_states(self) -> None:
+        """What the optimizer was given for units on disk goes there."""
+        for unit, groups in self._pieces.items():
+            if unit.slice.disk is not None:
+                pieces = (piece for group in groups.values() for piece in group)
+                self.chunked.settle_states(unit, pieces)
+
     def with_gradients(self) -> dict[Unit, dict[int, list[nn.Parameter]]]:
         """The pieces by unit and number of their group, of units that have a gradient."""
         return {unit: groups for unit, groups in self._pieces.items() if _have_gradient(groups)}
