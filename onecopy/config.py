@@ -28,6 +28,9 @@ SAVED_TENSORS = ("auto", "always")
 # From the fastest and smallest to the slowest and largest.
 TIERS = ("device", "host", "nvme")
 BUFFER_BYTES = 256 << 20
+PINNED_BYTES = 256 << 20
+# A page for each of the parts that copies go through; see memory/staging.py.
+MIN_PINNED_BYTES = 4 * 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ class Offload:
         optimizer states (SuperOffload, Lian et al. 2025).
     path: with "nvme", a folder on the drive, the same on every node; each rank makes a private one
         below it, which goes when training ends.
+    pinned_bytes: host memory that each rank may pin for copies to and from an accelerator, whatever
+        their size; without an accelerator none is.
     buffer_bytes: with "nvme", host memory of each rank for what is being read, updated and written.
 
     Sources: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
@@ -125,6 +130,7 @@ class Offload:
     speculative_step: bool = False
     path: str | Path | None = None
     buffer_bytes: int = BUFFER_BYTES
+    pinned_bytes: int = PINNED_BYTES
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "gradients", "parameters"):
@@ -201,6 +207,12 @@ class Offload:
         size = self.buffer_bytes
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"offload.buffer_bytes={size!r}: give a number of bytes, 1 or more")
+        size = self.pinned_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < MIN_PINNED_BYTES:
+            raise ConfigError(
+                f"offload.pinned_bytes={size!r}: give a number of bytes. The parts that copies go "
+                f"through need {MIN_PINNED_BYTES} at least; {PINNED_BYTES} is what is taken unasked"
+            )
 
     @classmethod
     def from_short_form(cls, text: str) -> Offload:

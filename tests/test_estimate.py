@@ -130,6 +130,24 @@ def test_bad_values_give_advice(call: object, advice: str) -> None:
 NVME = Offload(optimizer="nvme", gradients="nvme", path="/x")
 
 
+MOVED = [
+    # Per element in bf16, with two backwards, at stages 0 to 2 and at stage 3.
+    (Offload(), 0, 0),
+    (Offload(optimizer="host", gradients="host"), 2 * 2 + 2, 2 * 2 + 2),
+    (Offload(optimizer="host", gradients="host", parameters="host"), 2 * 2 + 2, 2 * 2 + 4 * 2),
+    (Offload(optimizer="host"), 2 + 2, 2 + 2),
+    (Offload(gradients="host"), 2 * 2 + 4, 2 * 2 + 4),
+    (Offload(parameters="host"), 0, 2 + 4 * 2),
+]
+
+
+@pytest.mark.parametrize(("offload", "kept", "released"), MOVED, ids=range(len(MOVED)))
+def test_bytes_moved(offload: Offload, kept: int, released: int) -> None:
+    """As docs/offload.md says; test_offload.py counts them."""
+    found = [estimate.bytes_moved(stage, estimate.BF16, offload, 2) for stage in range(4)]
+    assert found == [kept] * 3 + [released]
+
+
 @pytest.mark.parametrize(
     ("offload", "backwards", "expected"),
     [

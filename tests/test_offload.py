@@ -389,6 +389,7 @@ def unfreeze_half_way() -> list[bool]:
         ({"parameters": "nvme"}, ["parameters='nvme'", 'optimizer="nvme"']),
         ({"path": "/x"}, ["path='/x'", 'optimizer="nvme"']),
         ({"buffer_bytes": 0}, ["buffer_bytes=0", "1 or more"]),
+        ({"pinned_bytes": 4096}, ["pinned_bytes=4096", "16384 at least"]),
     ],
 )
 def test_what_cannot_be_meant(settings: dict[str, Any], words: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,6 +121,45 @@ def train(device: str, stage: int, offload: Offload, loop: Loop, settings: dict[
         assert piece.is_cpu == (offload.optimizer == "host")
 
 
+def pinned(device: str, offload: Offload, width: int) -> list[int]:
+    """Bytes of each piece of pinned memory that training takes."""
+    found: list[int] = []
+    empty = torch.empty
+
+    def count(*sizes: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*sizes, **kwargs)
+        if kwargs.get("pin_memory"):
+            found.append(made.nbytes)
+        return made
+
+    torch.empty = count
+    try:
+        model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        world = ImaginedWorld(2, native=True)
+        onecopy.shard(model, optimizer, mesh=world, stage=3, units=("*",), offload=offload)
+        for _ in range(2):
+            model(torch.randn(2, width, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.empty = empty
+    return found
+
+
+def pinned_memory_is_bounded(device: str) -> None:
+    """Whatever moves, in pieces of constant size that are taken once."""
+    for place in PLACES.values():
+        # A slice of a unit has 16 KiB.
+        found = pinned(device, replace(place, pinned_bytes=4 * 4096), 90)
+        assert found == [4096] * 4, found
+        found = pinned(device, replace(place, pinned_bytes=100_000), 90)
+        assert found == [16384] * 4, found
+        # No more than a small model's units can use.
+        found = pinned(device, place, 8)
+        assert found == [4096] * 4, found
+
+
 def back(device: str) -> None:
     """A fused optimizer counts steps on the device of its parameters."""
     settings = {"whole_parameters": True}
@@ -167,6 +207,7 @@ def main() -> None:
     """Print what fails."""
     with fake_accelerator() as device:
         back(device)
+        pinned_memory_is_bounded(device)
         for stage, place, loop, settings in cases():
             try:
                 train(device, stage, PLACES[place], loop, settings)

@@ -153,6 +153,7 @@ def test_a_rank_holds_and_sends_what_was_planned(
 HOST = Offload(optimizer="host", gradients="host")
 ALL_HOST = Offload(optimizer="host", gradients="host", parameters="host")
 HALF = Offload(optimizer="host", gradients="host", fraction=0.5)
+MEANS, STATES = Offload(gradients="host"), Offload(optimizer="host")
 
 
 PLAIN, AGAIN = (False, 1), (True, 2)  # frozen, backwards
@@ -163,12 +164,13 @@ PLAIN, AGAIN = (False, 1), (True, 2)  # frozen, backwards
     [
         *itertools.product((1, 2, 3), (0, 1, 2, 3), ("fp32", "bf16"), (PLAIN, AGAIN), (HOST, HALF)),
         *itertools.product((1, 2, 3), (3,), ("fp32", "bf16"), (PLAIN, AGAIN), (ALL_HOST,)),
+        *itertools.product((1, 2), (0, 1, 3), ("fp32", "bf16"), (PLAIN,), (MEANS, STATES)),
     ],
     4,
     always=[(2, stage, "bf16", PLAIN, HOST) for stage in (0, 1, 2, 3)]
     + [(2, stage, "fp32", PLAIN, HOST) for stage in (0, 1, 3)]
     + [(3, 3, "bf16", AGAIN, ALL_HOST), (2, 3, "fp32", PLAIN, ALL_HOST)]
-    + [(2, 2, "bf16", AGAIN, HALF)],
+    + [(2, 2, "bf16", AGAIN, HALF), (2, 3, "bf16", PLAIN, MEANS), (2, 0, "fp32", PLAIN, STATES)],
 )
 def test_states_in_host_memory(
     pool: Pool,

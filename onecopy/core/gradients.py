@@ -90,7 +90,7 @@ class Gradients:
         # Where they rest in another memory than the pieces, and the mean that does.
         self._tier = self._tier_of_mean()
         self._resting: RestingMean | None = None
-        self._arriving: tuple[Arriving, list[bool] | None] | None = None
+        self._arriving: tuple[torch.Tensor, Arriving, list[bool] | None] | None = None
         # Where they are to be on disk: the mean, once there has been one.
         self._on_disk: Swapped | None = None
         self._unit_flag: torch.Tensor | None = None
@@ -260,16 +260,21 @@ class Gradients:
                 return
             self.settle()
             owned = result[: self._slice_numel]
-            self._arriving = self._lane.down(owned, self.buffer.dtype, self.unit.name), flags
+            target = torch.empty(self._stride, dtype=self._sum_dtype, device=self.device)
+            arriving = self._lane.down(
+                buffers.want_huge_pages(target)[: self._slice_numel],
+                owned,
+                self.buffer.dtype,
+                self.unit.name,
+            )
+            self._arriving = target, arriving, flags
 
     def settle(self) -> None:
         """Add what has arrived in host memory to the owned slice there."""
         if self._arriving is None:
             return
-        (arriving, flags), self._arriving = self._arriving, None
-        result = torch.empty(self._stride, dtype=self._sum_dtype, device=self.device)
-        buffers.want_huge_pages(result)
-        result[: self._slice_numel] = arriving.wait()
+        (result, arriving, flags), self._arriving = self._arriving, None
+        arriving.wait()
         result[self._slice_numel :].zero_()
         self._take(result, flags)
 

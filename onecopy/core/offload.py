@@ -10,7 +10,7 @@ Source: ZeRO-Offload (Ren et al. 2021), sections 3 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ import torch
 from onecopy.config import Offload
 from onecopy.core.swapped import DiskLane
 from onecopy.errors import ConfigError
-from onecopy.memory import buffers
+from onecopy.memory.staging import StagedCopy, Staging
 from onecopy.memory.swap_files import SwapFolder
 
 if TYPE_CHECKING:
@@ -52,18 +52,16 @@ class Placement:
     disk: DiskLane | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Arriving:
     """A copy on its way to host memory."""
 
-    values: torch.Tensor
-    event: torch.Event | None
+    def __init__(self, copies: Iterable[StagedCopy] = ()) -> None:
+        self._copies = list(copies)
 
-    def wait(self) -> torch.Tensor:
-        """The values, when they are there."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.values
+    def wait(self) -> None:
+        """Until all values are where they go."""
+        while self._copies:
+            self._copies.pop(0).finish()
 
 
 class HostLane:
@@ -71,48 +69,62 @@ class HostLane:
 
     To and from an accelerator they go through pinned memory, on a stream of their own. Without one
     the host's part of the states lies in other memory all the same, and is really copied.
+
+    Args:
+        pinned_bytes: how much host memory may be pinned.
+        longest: elements of the longest copy.
     """
 
-    def __init__(self, device: torch.device, events: Events) -> None:
+    def __init__(
+        self, device: torch.device, events: Events, *, pinned_bytes: int, longest: int
+    ) -> None:
         self._events = events
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self._staging = Staging(pinned_bytes, longest * torch.float32.itemsize)
 
     def up(self, target: torch.Tensor, source: torch.Tensor, unit: str) -> None:
         """Copy host values to the device, rounded to the dtype there before they travel."""
         if self._stream is None:
             target.copy_(source)
         else:
-            staged = self._staging(source.numel(), target.dtype).copy_(source)
-            stream = self._wait_for_compute()
-            with stream:
-                target.copy_(staged, non_blocking=True)
+            stream = self._wait_for_compute(self._stream)
+            for low, high in self._parts(source.numel(), target.dtype):
+                staged = self._staging.take(high - low, target.dtype).copy_(source[low:high])
+                with stream:
+                    target[low:high].copy_(staged, non_blocking=True)
+                    self._staging.begin(StagedCopy(stream.record_event(), staged, None))
             torch.accelerator.current_stream(self._device).wait_stream(stream)
         self._events.emit("swap", unit, num_bytes=target.nbytes, what="up")
 
-    def down(self, source: torch.Tensor, dtype: torch.dtype, unit: str) -> Arriving:
+    def down(
+        self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, unit: str
+    ) -> Arriving:
         """Copy values of the device to host memory, rounded to `dtype` before they travel."""
+        copies: list[StagedCopy] = []
         if self._stream is None:
-            target = torch.empty(source.numel(), dtype=dtype, device=HOST)
-            arriving = Arriving(buffers.want_huge_pages(target).copy_(source), None)
+            target.copy_(source.to(dtype))
         else:
-            staged = self._staging(source.numel(), dtype)
-            stream = self._wait_for_compute()
-            with stream:
-                staged.copy_(source.to(dtype), non_blocking=True)
-                arriving = Arriving(staged, stream.record_event())
+            stream = self._wait_for_compute(self._stream)
+            for low, high in self._parts(source.numel(), dtype):
+                staged = self._staging.take(high - low, dtype)
+                with stream:
+                    staged.copy_(source[low:high].to(dtype), non_blocking=True)
+                    copies.append(StagedCopy(stream.record_event(), staged, target[low:high]))
+                self._staging.begin(copies[-1])
             source.record_stream(stream)
-        self._events.emit("swap", unit, num_bytes=arriving.values.nbytes, what="down")
-        return arriving
+        num_bytes = source.numel() * dtype.itemsize
+        self._events.emit("swap", unit, num_bytes=num_bytes, what="down")
+        return Arriving(copies)
 
-    def _staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # torch keeps pinned blocks, and gives none again that a copy still reads.
-        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
+    def _parts(self, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        longest = self._staging.part_bytes // dtype.itemsize
+        for low in range(0, numel, longest):
+            yield low, min(low + longest, numel)
 
-    def _wait_for_compute(self) -> torch.Stream:
-        assert self._stream is not None, "only accelerators have streams"
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        return self._stream
+    def _wait_for_compute(self, stream: torch.Stream) -> torch.Stream:
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return stream
 
 
 def check_offload(optimizers: Iterable[torch.optim.Optimizer], config: Config) -> None:
@@ -154,7 +166,8 @@ def place_units(
             'offload and precision.master="bf16+16": that keeps half of each master in the '
             "parameters, on the device. Leave one of both out"
         )
-    lane = HostLane(specs[0].device, events)
+    longest = max(sum(one.numel() for _, one in spec.parameters) for spec in specs)
+    lane = HostLane(specs[0].device, events, pinned_bytes=offload.pinned_bytes, longest=longest)
     placement = Placement(
         lane=lane,
         optimizer=offload.optimizer,

@@ -278,8 +278,8 @@ class OwnedSlice:
         """What gathers send where the device does not keep it."""
         if self.disk is not None and self.disk.is_read_by_gathers:
             return self.disk.fetch()
-        if self._arriving is not None and self._kept is not None:
-            self._kept.copy_(self._arriving.wait())
+        if self._arriving is not None:
+            self._arriving.wait()
             self._arriving = None
         return self._master if self._kept is None else self._kept
 
@@ -323,11 +323,12 @@ class OwnedSlice:
         if self._stays:
             values = self.own if self._kept is None else self._kept
             self._placement.lane.up(values[low:high], masters, self._name)
-        elif not self.is_offloaded:
-            # Waited for when it is to be gathered.
-            self._arriving = self._placement.lane.down(masters, self.own.dtype, self._name)
-        elif self._kept is not None:
+        elif self._kept is not None and self.is_offloaded:
             self._kept[low:high].copy_(masters)
+        elif self._kept is not None:
+            # Waited for when it is to be gathered.
+            lane, kept = self._placement.lane, self._kept[low:high]
+            self._arriving = lane.down(kept, masters, kept.dtype, self._name)
         elif self.disk is not None and self.disk.has_values:
             return self.disk.write_values(low, masters)
         return None

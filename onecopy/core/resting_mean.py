@@ -98,15 +98,18 @@ class RestingMean:
     def start_fetch(self) -> None:
         """A step will need the values: let them begin to come down, rounded as on the wire."""
         if self._tier.is_device and not self.is_joined and self._arriving is None:
-            self._arriving = self._down(self.values, self._tier.wire)
+            buffers.grow(self.whole)
+            self._arriving = self._down(self.whole, self.values, self._tier.wire)
 
     def fetch(self) -> None:
         """For a step: the pieces' gradients have the values, until `leave`."""
         if self.is_joined:
             return
         self.start_fetch()
-        arriving, self._arriving = self._arriving, None
-        self._join(arriving)
+        if self._arriving is None:
+            buffers.grow(self.whole)
+            self._up(self.whole, self.values)
+        self._note_join()
 
     def leave(self) -> None:
         """After the step: they rest as they were, but for what the optimizer has changed."""
@@ -117,8 +120,14 @@ class RestingMean:
 
     def join(self) -> None:
         """Bring the values to the pieces, all of their digits; nothing where they are there."""
-        if not self.is_joined:
-            self._join(self._down(self.values, self.values.dtype) if self._tier.is_device else None)
+        if self.is_joined:
+            return
+        buffers.grow(self.whole)
+        if self._tier.is_device:
+            self._arriving = self._down(self.whole, self.values, self.values.dtype)
+        else:
+            self._up(self.whole, self.values)
+        self._note_join()
 
     def rest(self) -> None:
         """What somebody may have changed counts; then the values rest again."""
@@ -127,8 +136,7 @@ class RestingMean:
         if self._tier.is_device:
             self._up(self.values, self.whole)
         else:
-            arriving = self._down(self.whole, self.whole.dtype)
-            self.values[: self._tier.numel] = arriving.wait()
+            self._down(self.values, self.whole, self.whole.dtype).wait()
         self._leave()
 
     def add(self, mean: torch.Tensor, pieces: Sequence[nn.Parameter]) -> None:
@@ -171,19 +179,19 @@ class RestingMean:
 
     # Details ----------------------------------------------------------------------------------
 
-    def _down(self, source: torch.Tensor, dtype: torch.dtype) -> Arriving:
-        return self._tier.lane.down(source[: self._tier.numel], dtype, self._tier.unit)
+    def _down(self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> Arriving:
+        numel = self._tier.numel
+        return self._tier.lane.down(target[:numel], source[:numel], dtype, self._tier.unit)
 
     def _up(self, target: torch.Tensor, source: torch.Tensor) -> None:
         numel = self._tier.numel
         self._tier.lane.up(target[:numel], source[:numel], self._tier.unit)
 
-    def _join(self, arriving: Arriving | None) -> None:
-        buffers.grow(self.whole)
-        if arriving is None:
-            self._up(self.whole, self.values)
-        else:
-            self.whole[: self._tier.numel] = arriving.wait()
+    def _note_join(self) -> None:
+        """The values are there, or arriving."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
         for view in self.views:
             view.__class__ = self._plain
         self._version = self.whole._version

@@ -106,8 +106,7 @@ def owned_bytes(
     stage: int, num_owned: int, widths: ElementWidths = FP32, offload: Offload | None = None
 ) -> StateBytes:
     """Bytes of the elements that a rank owns: masters, mean gradients and optimizer states."""
-    releases = _stage(stage).releases
-    if offload is not None and offload.optimizer != "device":
+    if offload is not None and not offload.is_all_on_device:
         parts = {tier: tier_bytes(tier, stage, num_owned, widths, offload) for tier in TIERS}
         return StateBytes(
             parameters=sum(one.parameters for one in parts.values()),
@@ -116,15 +115,21 @@ def owned_bytes(
             host=parts["host"].total,
             nvme=parts["nvme"].total,
         )
-    # In full precision the flat buffer is itself the master, as long as the rank keeps it.
-    shares_master = not releases and widths.compute == widths.master
-    is_split = widths.remainder is not None and not releases
-    master = widths.remainder if is_split and widths.remainder is not None else widths.master
     return StateBytes(
-        parameters=0 if shares_master else num_owned * master,
+        parameters=num_owned * _master_on_device(stage, widths),
         gradients=num_owned * widths.gradient,
         optimizer=num_owned * widths.optimizer,
     )
+
+
+def _master_on_device(stage: int, widths: ElementWidths) -> int:
+    """Bytes per owned element of masters that lie on the device, beside the flat buffer."""
+    if _stage(stage).releases:
+        return widths.master
+    if widths.remainder is not None:
+        return widths.remainder
+    # In full precision the flat buffer is itself the master, as long as the rank keeps it.
+    return 0 if widths.compute == widths.master else widths.master
 
 
 def tier_bytes(
@@ -132,16 +137,17 @@ def tier_bytes(
 ) -> StateBytes:
     """What of them lies in a tier, "device", "host" or "nvme", where they are offloaded.
 
-    Masters and optimizer states lie in the optimizer's tier, in full precision too, where a master
-    on the device is the parameter itself; mean gradients in theirs. What gathers send, in the
-    compute dtype, has a tier of its own where the rank does not hold whole parameters.
+    Masters and optimizer states lie in the optimizer's tier, away from the device in full precision
+    too, where a master there is the parameter itself; mean gradients in theirs. What gathers send,
+    in the compute dtype, has a tier of its own where the rank does not hold whole parameters.
 
     Sources: ZeRO-Offload, section 4.2; ZeRO-Infinity, section 5.1; with fp32 gradients.
     """
-    if offload is None or offload.optimizer == "device":
+    if offload is None or offload.is_all_on_device:
         return StateBytes(parameters=0, gradients=0, optimizer=0)
     holds_states = offload.optimizer == tier
-    masters = widths.master if holds_states else 0
+    masters = _master_on_device(stage, widths) if tier == "device" else widths.master
+    masters = masters if holds_states else 0
     values = values_beside_masters(stage, widths, offload) if offload.parameters == tier else 0
     return StateBytes(
         parameters=num_owned * (masters + values),
@@ -169,18 +175,24 @@ def bytes_moved(
 ) -> int:
     """Bytes that an owned element moves between device and host in a step, at most.
 
-    Its gradient down once a backward, in the dtype on the wire; its value up once a step, in the
-    compute dtype. With parameters="host" or "nvme", at stage 3, up for each gather instead: two a
-    backward.
+    Its gradient down once a backward, in the dtype on the wire; once a step where it waits on the
+    device. From host memory up again, as it is kept there, for an optimizer on the device.
+    Its value up once a step, in the compute dtype; with parameters="host" or "nvme", at stage 3, up
+    for each gather instead, two a backward, and down once a step if the optimizer is on the device.
 
     Source: ZeRO-Offload, section 3.3: 4 bytes with 16 bit and one backward, the least.
     """
-    if offload is None or offload.optimizer == "device":
+    if offload is None or offload.is_all_on_device:
         return 0
+    is_away = offload.optimizer != "device"
     comes_up = _stage(stage).releases and offload.parameters != "device"
-    ups = 2 * backwards if comes_up else 1
-    downs = backwards if widths.gradient else 0
-    return downs * widths.wire + ups * widths.compute
+    ups = 2 * backwards if comes_up else int(is_away)
+    values = (ups + (comes_up and not is_away)) * widths.compute
+    if not widths.gradient:
+        return values
+    if offload.gradients == "device":
+        return values + is_away * widths.wire
+    return values + backwards * widths.wire + (0 if is_away else widths.gradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

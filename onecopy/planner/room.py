@@ -80,7 +80,7 @@ def room_of(
 ) -> Room | None:
     """Of this rank; None where nothing leaves the device, or the other ranks are not there."""
     offload = config.offload
-    if not isinstance(offload, Offload) or offload.optimizer == "device" or world.is_imagined:
+    if not isinstance(offload, Offload) or offload.is_all_on_device or world.is_imagined:
         return None
     real = RealModels(models, optimizer_of, config, assumes=False)
     parameters = [one for specs in models for spec in specs for _, one in spec.parameters]

@@ -139,7 +139,7 @@ class ModelShape:
 
     def with_offload(self, offload: Offload | None) -> ModelShape:
         """The same model, the first of its units with states in host memory, as `shard` would."""
-        if offload is None or offload.optimizer == "device":
+        if offload is None or offload.is_all_on_device:
             return self
         # As the runtime places units: a unit that would cross the border stays on the device.
         left = int(offload.fraction * self.num_parameters)

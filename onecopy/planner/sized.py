@@ -90,7 +90,7 @@ class SizedUnit:
     def offload(self) -> Offload | None:
         """What is frozen has nothing to step: it may only be offloaded as a parameter."""
         offload = self.unit.offload
-        if offload is None or offload.optimizer == "device":
+        if offload is None or offload.is_all_on_device:
             return None
         return offload if self.unit.trainable or offload.parameters != "device" else None
 
