@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import onecopy.core.delayed
 import onecopy.core.restore
+import onecopy.core.worker
 from onecopy.core.owned_slice import OwnedSlice
 from onecopy.core.precision import map_tensors
 from onecopy.simulator.fake import fake_tensors
@@ -85,7 +85,7 @@ def fake_accelerator() -> Iterator[str]:
     torch.Stream = Stream
     torch.accelerator.current_stream = lambda device=None: Stream()
     torch.Tensor.record_stream = lambda self, stream: None
-    onecopy.core.delayed.ThreadPoolExecutor = AtOnce
+    onecopy.core.worker.ThreadPoolExecutor = AtOnce
     OwnedSlice._take_master = _take_master
     # There are no values to pickle.
     onecopy.core.restore._pack = lambda value: value
