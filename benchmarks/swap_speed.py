@@ -96,8 +96,7 @@ Contenders = dict[str, Callable[[str], int]]
 @contextmanager
 def contenders(options: argparse.Namespace) -> Iterator[Contenders]:
     swap_files.NUM_THREADS = options.threads
-    for module in (swap_files, direct_io):
-        vars(module)["SEGMENT_BYTES"] = bytes_of(options.segment)
+    direct_io.SEGMENT_BYTES = bytes_of(options.segment)
     num_bytes = bytes_of(options.size)
     folder = SwapFolder(options.folder, 0)
     course = Course(folder, num_bytes)

@@ -275,6 +275,30 @@ def test_faults_name_file_unit_rank_and_remedy(
         assert word in str(failed.value)
 
 
+def test_a_disk_that_does_not_answer_is_named(
+    folder: SwapFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    array = folder.array("exp_avg", "layers.3", 1024, torch.float32)
+    real, is_said = os.preadv, threading.Event()
+
+    def late(handle: int, memory: Sequence[memoryview], offset: int) -> int:
+        is_said.wait(120)
+        return real(handle, memory, offset)
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            is_said.set()
+
+    said = Said()
+    swap_files.LOGGER.addHandler(said)
+    monkeypatch.setattr(swap_files, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(os, "preadv", late)
+    array.read(0, torch.empty(1024)).wait()
+    swap_files.LOGGER.removeHandler(said)
+    assert "exp_avg of unit layers.3" in caplog.text
+    assert "dmesg" in caplog.text
+
+
 def test_the_others_go_on_when_one_fails(
     folder: SwapFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

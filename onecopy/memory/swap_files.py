@@ -37,6 +37,8 @@ __all__ = ["SwapArray", "SwapFolder", "Transfer"]
 LOGGER = logging.getLogger("onecopy")
 
 NUM_THREADS = 4
+# A disk that answers so late, or never, is worth a word.
+SLOW_SECONDS = 30.0
 
 LOAD = "What is on disk is not whole any more: end the run, {}, and load the last checkpoint"
 REMEDIES = {
@@ -44,7 +46,8 @@ REMEDIES = {
     errno.EDQUOT: LOAD.format("make room in the quota"),
     errno.ESTALE: LOAD.format("see why the folder has gone"),
 }
-REMEDY = LOAD.format("look at the disk (the kernel's log says what it reports)")
+LOOK = "look at the disk (the kernel's log, dmesg, says what it reports)"
+REMEDY = LOAD.format(LOOK)
 
 
 class Transfer:
@@ -74,7 +77,9 @@ class Transfer:
         Raises:
             SwapError: it has failed; names the file, the unit and the rank.
         """
-        self._ended.wait()
+        if not self._ended.wait(SLOW_SECONDS):
+            LOGGER.warning("%s has taken %g s, and goes on: %s", self._what, SLOW_SECONDS, LOOK)
+            self._ended.wait()
         if self._error is not None:
             reason = getattr(self._error, "strerror", None) or repr(self._error)
             remedy = REMEDIES.get(getattr(self._error, "errno", 0), REMEDY)
