@@ -12,13 +12,13 @@ import torch
 
 import onecopy
 import onecopy.handle
-from onecopy import Offload, Precision
+from onecopy import Offload
 from onecopy.report.memory import measure, padded_numel
 from onecopy.report.states import StateBytes
 from tests import models
 from tests.pool import Pool
 from tests.runs import Plan, Run, train
-from tests.test_offload import check_equal
+from tests.test_offload import WAYS, check_equal
 
 # Each unit of the models below is several chunks.
 SMALL = 1 << 20
@@ -77,16 +77,6 @@ def test_fp32_training_is_the_same(  # noqa: PLR0913
     )
     check_equal(pool.run(world, both, plan, on_disk(tmp_path, gradients, parameters)))
     assert not list(tmp_path.iterdir()), "files were left"
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "step in backward": {"step_in_backward": True, "max_grad_norm": 0.5},
-    "whole parameters": {"whole_parameters": True},
-    "kept gathered": {"keep_gathered": ("blocks.1",)},
-    "no prefetch": {"prefetch_bytes": 0},
-    "bf16 on fp32 wires": {"precision": Precision(compute="bf16", reduce="fp32")},
-    "bf16 gradients": {"precision": Precision(compute="bf16", gradient="bf16")},
-}
 
 
 @pytest.mark.parametrize("way", WAYS)

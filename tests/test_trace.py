@@ -22,12 +22,12 @@ from tests.pool import Pool
 Event = dict[str, Any]
 
 
-def train(folder: str, stage: int, num_steps: int, trace: int) -> None:
+def train(folder: str, stage: int, num_steps: int, trace: int, offload: Any = None) -> None:
     """A small model, recorded."""
     torch.manual_seed(0)
     model = models.build("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    onecopy.shard(model, optimizer, stage=stage)
+    onecopy.shard(model, optimizer, stage=stage, offload=offload)
     with onecopy.record(folder, model, optimizer, trace=trace) as run:
         for step in range(num_steps):
             loss = models.loss(model, models.batch("gpt", step, dist.get_rank()))
@@ -153,6 +153,22 @@ def _told(spans: list[Event]) -> list[tuple[str, float, float]]:
         (one["name"], round((one["ts"] + one["dur"]) / 1e6, 7), round(one["dur"] / 1e6, 7))
         for one in sorted(spans, key=lambda one: round(one["ts"] + one["dur"], 1))
     ]
+
+
+def test_the_disk_works_while_ranks_go_on(pool: Pool, tmp_path: Path) -> None:
+    """Each read and write is a span; a step's split has what ranks waited for it, and no more."""
+    (tmp_path / "swap").mkdir()
+    pool.run(2, train, str(tmp_path / "run"), 3, 4, 2, f"nvme:{tmp_path / 'swap'}")
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    check_nesting(events)
+    for rank in read_run(tmp_path / "run").ranks:
+        moved = [one for one in rank.events if one.kind == "swap" and one.what in ("read", "write")]
+        spans = _spans(events, rank.rank, "disk")
+        told = sorted((f"swap {one.what} {one.unit}", one.num_bytes) for one in moved)
+        assert sorted((one["name"], one["args"]["bytes"]) for one in spans) == told
+        waited = sum(one.seconds for one in rank.events if (one.kind, one.what) == ("wait", "swap"))
+        split = sum(one.split["io"] for one in rank.steps if one.step in {2, 3})
+        assert split <= waited + 1e-3 * len(moved)
 
 
 def test_a_run_that_ends_early_has_a_trace_of_what_it_made(pool: Pool, tmp_path: Path) -> None:
