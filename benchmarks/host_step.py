@@ -117,7 +117,7 @@ class Contender(ABC):
     def step(self) -> None:
         """What is timed."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """After a step; not timed."""
 
 
