@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import onecopy
 from onecopy import Offload, Precision
+from onecopy.memory.live_tensors import LiveTensors
 from tests import models
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
@@ -222,3 +223,97 @@ def test_everything_that_reads_or_replaces(
         for one, them in zip(other[2], plain[2], strict=True):
             check_states(one, them)
     assert not list(tmp_path.iterdir()), "files were left"
+
+
+def thaw(offload: Offload | None) -> Outcome:
+    """Some is frozen at first, and gets a group of its own later."""
+    model = models.build("gpt", 0)
+    model.blocks[1].requires_grad_(False)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+    onecopy.shard(model, optimizer, stage=3, offload=offload)
+    losses = train("gpt", model, optimizer, range(2))
+    model.blocks[1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 3e-3})
+    losses += train("gpt", model, optimizer, range(2, 4))
+    return outcome(losses, model, optimizer)
+
+
+def of_several(offload: Offload | None) -> Outcome:
+    """Two models under one optimizer; the second has another one as well."""
+    pair = [models.build("gpt", seed) for seed in (0, 1)]
+    later = [*pair[1].blocks[2].parameters()]
+    of_both = [p for model in pair for p in model.parameters() if all(p is not q for q in later)]
+    optimizers = [torch.optim.AdamW(of_both, lr=1e-2), torch.optim.SGD(later, lr=0.1, momentum=0.9)]
+    onecopy.shard(pair, optimizers, stage=3, offload=offload)
+    losses = []
+    for step in range(3):
+        for model in pair:
+            loss = models.loss(model, models.batch("gpt", step, dist.get_rank()))
+            loss.backward()
+            losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values = {
+        f"{number}.{name}": value
+        for number, model in enumerate(pair)
+        for name, value in full_values(model).items()
+    }
+    return losses, values, [one for optimizer in optimizers for one in states(optimizer)]
+
+
+def both_ways(run: Any, offload: Offload) -> list[Outcome]:
+    return [run(None), run(offload)]
+
+
+@pytest.mark.parametrize("run", [thaw, of_several])
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_what_is_trained_later_or_together(
+    pool: Pool, tmp_path: Path, run: Any, parameters: str
+) -> None:
+    check_equal(pool.run(2, both_ways, run, on_disk(tmp_path, parameters)))
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+# Parts are large beside the plans, which grow with the number of tensors.
+WIDTH = 512
+
+
+def peaks(root: Path, depth: int, offload: Offload) -> list[int]:
+    """Bytes above rest at the peak of a save, and of a load into new and into used states."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    onecopy.shard(model, optimizer, stage=3, units=("?",), offload=offload)
+    found = []
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for call in (onecopy.save, onecopy.load):
+        with LiveTensors() as live:
+            # Without their guards, or they would be brought in.
+            with torch._C.DisableTorchFunctionSubclass():
+                kept = [one for state in optimizer.state.values() for one in state.values()]
+                live.watch([*kept, *optimizer.state])
+            at_rest = live.num_bytes()
+            call(root / str(depth), model, optimizer)
+        found.append(live.peak_bytes - at_rest)
+    assert all(
+        type(value) is not Tensor or not value.dim()
+        for state in optimizer.state.values()
+        for value in state.values()
+    ), "at rest"
+    return found
+
+
+def test_memory_does_not_grow_with_the_model(pool: Pool, tmp_path: Path) -> None:
+    """Of a save and a load: a part of a tensor, and little more."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    for few, many in zip(
+        *(pool.run(2, peaks, tmp_path, depth, on_disk(swap, "nvme")) for depth in (2, 8)),
+        strict=True,
+    ):
+        assert max(many) < 4 * WIDTH * WIDTH, many
+        assert max(many) < 1.1 * max(few), (few, many)

@@ -59,6 +59,8 @@ class SaveRanges(DefaultSavePlanner):
         self._ranges = list(ranges)
         self._objects = objects
         self._paths = paths
+        # Of the item that is being written.
+        self._values: torch.Tensor | None = None
         self._parts: dict[MetadataIndex, Part] = {}
 
     def set_up_planner(
@@ -87,20 +89,19 @@ class SaveRanges(DefaultSavePlanner):
         """The values of one item, in host memory and with no other memory behind them."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[write_item.index.fqn])
-        return _alone(self._parts[write_item.index].values().detach())
+        self._values = None  # before there is memory for the next one
+        self._values = self._parts[write_item.index].values().detach().to("cpu")
+        return _alone(self._values)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values on the host, in a storage that has no others: torch.save writes all of it.
+    """The same values in a storage that has no others: torch.save writes all of it.
 
-    Valid as long as the tensor is.
+    Valid as long as the tensor is, whose memory it does not hold: torch.save leaves cycles behind,
+    so that what it has written would live until Python's collector comes.
     """
-    if tensor.device.type != "cpu":
-        return tensor.to("cpu")
     if not tensor.numel():
         return tensor.clone()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
     flat = tensor.permute(memory_order(tensor)).view(-1)
     # Through the buffer protocol: a storage that begins and ends with these bytes, without a copy.
     memory = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
