@@ -7,6 +7,8 @@ runs gather, release, reduce and step on the device.
 from __future__ import annotations
 
 import copy
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,13 +108,21 @@ def test_what_is_kept_in_fewer_bytes() -> None:
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def train_offloaded(settings: dict[str, Any]) -> tuple[list[torch.Tensor], set[str]]:
-    """Four steps; whole parameters, and on what kinds of devices masters and states lie."""
+def train_offloaded(
+    settings: dict[str, Any], folder: str | None = None
+) -> tuple[list[torch.Tensor], set[str]]:
+    """Four steps; whole parameters, and on what kinds of devices masters and states lie.
+
+    Args:
+        folder: where files of states on NVMe go; then the offload is all there.
+    """
     dist.init_process_group()
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     model = models.build("tied").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if folder is not None:
+        settings = {**settings, "offload": f"nvme:{folder}"}
     onecopy.shard(model, optimizer, max_grad_norm=0.5, **settings)
     for step in range(4):
         for number in range(2):
@@ -129,17 +139,77 @@ def train_offloaded(settings: dict[str, Any]) -> tuple[list[torch.Tensor], set[s
     return values, kinds
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("parameters", ["device", "host"])
-def test_offload_trains_like_the_device(stage: int, parameters: str) -> None:
-    """fp32, so that only the host's arithmetic differs; every state is on the host."""
-    if parameters == "host" and stage < 3:
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "host": {"optimizer": "host", "gradients": "host"},
+    "all host": {"optimizer": "host", "gradients": "host", "parameters": "host"},
+    "gradients": {"gradients": "host"},
+    "optimizer": {"optimizer": "host"},
+    "values": {"parameters": "host"},
+    "speculative": {"optimizer": "host", "gradients": "host", "speculative_step": True},
+    # Every unit goes through its parts several times.
+    "little pinned": {"optimizer": "host", "gradients": "host", "pinned_bytes": 4 * 4096},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_offload_trains_like_the_device(stage: int, name: str) -> None:
+    """fp32, so that only the host's arithmetic differs; every state is where it was said."""
+    offload = onecopy.Offload(**OFFLOADS[name])
+    if offload.parameters == "host" and stage < 3:
         pytest.skip("parameters stay on the device below stage 3")
+    check_like_the_device(stage, {"offload": offload})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_offload_to_nvme_trains_like_the_device(stage: int, tmp_path: Path) -> None:
+    """The same with files below the folder of the test."""
+    check_like_the_device(stage, {}, str(tmp_path))
+
+
+@cache
+def on_the_device(world: int, stage: int) -> list[tuple[list[torch.Tensor], set[str]]]:
+    """Once for all that is compared with it: a job of several ranks takes seconds to begin."""
+    return launch(train_offloaded, world, {"stage": stage})
+
+
+def check_like_the_device(stage: int, settings: dict[str, Any], folder: str | None = None) -> None:
+    """Values are close to those of training without offload."""
     world = min(4, torch.cuda.device_count())
-    offload = onecopy.Offload(optimizer="host", gradients="host", parameters=parameters)
-    plain = launch(train_offloaded, world, {"stage": stage})
-    offloaded = launch(train_offloaded, world, {"stage": stage, "offload": offload})
+    offload = settings.get("offload")
+    place = "cuda" if offload is not None and offload.optimizer == "device" else "cpu"
+    plain = on_the_device(world, stage)
+    offloaded = launch(train_offloaded, world, {"stage": stage, **settings}, folder)
     for (values, kinds), (own_values, own_kinds) in zip(plain, offloaded, strict=True):
-        assert (kinds, own_kinds) == ({"cuda"}, {"cpu"})
+        assert (kinds, own_kinds) == ({"cuda"}, {place})
         for one, other in zip(values, own_values, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def train_one_step_behind(settings: dict[str, Any]) -> list[torch.Tensor]:
+    """Six steps, the update beside the next forward and backward or not."""
+    dist.init_process_group()
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    model = models.build("tied").to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    onecopy.shard(model, optimizer, stage=3, **settings)
+    for step in range(6):
+        _loss(model, models.batch("tied", step, dist.get_rank()), device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    onecopy.unshard(model)
+    values = [parameter.detach().float().cpu() for parameter in model.parameters()]
+    dist.destroy_process_group()
+    return values
+
+
+def test_delayed_offload_is_close() -> None:
+    """With small updates one step behind is nearly the same."""
+    world = min(4, torch.cuda.device_count())
+    offload = onecopy.Offload(optimizer="host", gradients="host", delayed_update=1)
+    plain = launch(train_one_step_behind, world, {})
+    delayed = launch(train_one_step_behind, world, {"offload": offload})
+    for values, own_values in zip(plain, delayed, strict=True):
+        for one, other in zip(values, own_values, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
