@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from onecopy.memory import direct_io
+
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PARAMETERS = 928_512  # of the smallest model with 32 tokens
 
@@ -35,3 +37,20 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert all(row["written"] >= states for row in rows.values())
     assert {"save_of_disk", "stall_per_fsdp2", "load_per_ddp"} <= rows["onecopy-3"].keys()
     assert list(tmp_path.iterdir()) == [record]
+
+
+@pytest.mark.slow
+def test_swap_speed(tmp_path: Path) -> None:
+    if not direct_io.can_be_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    options = "--size 4MiB --segment 1MiB --request 1MiB --rounds 2 --threads 3"
+    shown = subprocess.run(
+        [sys.executable, "-m", "benchmarks.swap_speed", str(tmp_path), *options.split()],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for words in ("3 threads", "layer / disk", "write", "read", "both"):
+        assert words in shown
+    assert not [*tmp_path.iterdir()]
