@@ -15,8 +15,9 @@ import onecopy
 import onecopy.handle
 from onecopy import Offload, Precision
 from onecopy.comm.groups import ImaginedWorld
+from onecopy.core.offload import HostLane
 from onecopy.report.memory import measure
-from tests.fake_accelerator import fake_accelerator
+from tests.fake_accelerator import Stream, fake_accelerator
 from tests.pool import Pool
 
 HOST = Offload(optimizer="host", gradients="host")
@@ -202,6 +203,53 @@ def cases() -> list[tuple[int, str, Loop, dict[str, Any]]]:
             if not (place in ("delayed", "ahead") and "step_in_backward" in settings)
         ]
     return found
+
+
+def through_pinned_memory() -> None:
+    """Real values take the way of an accelerator: piece by piece through pinned memory."""
+    empty, begin = torch.empty, HostLane.__init__
+
+    def take(*sizes: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return empty(*sizes, **kwargs)
+
+    def with_stream(self: HostLane, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._stream = Stream()  # type: ignore[assignment]
+
+    torch.empty = take  # type: ignore[assignment]
+    torch.accelerator.current_stream = lambda device=None: Stream()  # type: ignore[assignment,return-value]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]
+    HostLane.__init__ = with_stream  # type: ignore[method-assign]
+    plain = trained(None)
+    for name, place in PLACES.items():
+        if name != "delayed":
+            found = trained(replace(place, pinned_bytes=4 * 4096))
+            assert all(map(torch.equal, found, plain)), name
+    print("all are equal")
+
+
+def trained(offload: Offload | None) -> list[torch.Tensor]:
+    """Parameters after two steps, of units several times as long as a part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(70, 70) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    onecopy.shard(model, optimizer, mesh=ImaginedWorld(1), stage=3, units=("*",), offload=offload)
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.randn(3, 70)).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    onecopy.unshard(model)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_values_survive_pinned_memory(pool: Pool) -> None:
+    """In whatever pieces they go through it."""
+    code = "from tests.test_offload_devices import through_pinned_memory as run; run()"
+    done = pool.run_in_subprocess(code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all are equal" in done.stdout
 
 
 def main() -> None:
