@@ -160,6 +160,25 @@ def test_checkpoints_go_from_tier_to_tier(pool: Pool, tmp_path: Path, number: in
         check_equal(pool.run(world, load_all, root, name, optimizer, stage, settings, offload))
 
 
+def save_and_train(root: Path, offload: Offload | None) -> tuple[Outcome, Outcome]:
+    """Save in the background while training changes everything; what was saved, and was then."""
+    model, optimizer = make("gpt", "adamw", offload=offload)
+    train("gpt", model, optimizer, range(2))
+    for step in (2, 3):
+        before = outcome([], model, optimizer)
+        pending = onecopy.async_save(root / f"{offload is None}", model, optimizer)
+        train("gpt", model, optimizer, range(step, step + 1))
+        pending.wait()
+        onecopy.load(pending.folder, model, optimizer)
+        after = outcome([], model, optimizer)
+    return before, after
+
+
+def test_a_save_in_the_background_has_the_values_of_its_moment(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    check_equal(pool.run(2, save_and_train, tmp_path, on_disk(tmp_path / "swap", "nvme")))
+
+
 # Whatever else looks at states ---------------------------------------------------------------
 
 
@@ -281,16 +300,20 @@ def test_what_is_trained_later_or_together(
 WIDTH = 512
 
 
+def save_behind(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    onecopy.async_save(root, model, optimizer).wait()
+
+
 def peaks(root: Path, depth: int, offload: Offload) -> list[int]:
-    """Bytes above rest at the peak of a save, and of a load into new and into used states."""
+    """Bytes above rest at the peak of a save, one in the background, and a load."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     onecopy.shard(model, optimizer, stage=3, units=("?",), offload=offload)
-    found = []
+    found: list[int] = []
     model(torch.ones(2, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    for call in (onecopy.save, onecopy.load):
+    for call in (onecopy.save, save_behind, onecopy.load):
         with LiveTensors() as live:
             # Without their guards, or they would be brought in.
             with torch._C.DisableTorchFunctionSubclass():

@@ -14,10 +14,11 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -33,6 +34,9 @@ from onecopy.comm.groups import Group, end_host_group
 from onecopy.errors import CheckpointError, ConfigError, OneCopyError, SavePendingError
 from onecopy.events import Events
 from onecopy.memory.host_buffer import HostBuffer
+
+if TYPE_CHECKING:
+    from onecopy.core.swapped import DiskLane
 
 __all__ = ["PendingSave", "async_save"]
 
@@ -60,6 +64,7 @@ def async_save(  # noqa: PLR0913
     The copy takes as many bytes of host memory as this rank's part of the checkpoint has: what it
     holds of masters and optimizer states, 12 bytes per parameter over the number of ranks for Adam
     in fp32, plus buffers on the first rank. The memory is kept for the next call until `unshard`.
+    Of states on disk the copy is made there, and takes as much room again.
 
     Where writing fails, a warning says so at once on the rank where it failed and on the first one.
     The error is raised on all ranks by `PendingSave.wait()`, or else by the next save or load of
@@ -277,20 +282,24 @@ def _refuse_if_busy(named: Named) -> None:
 def _copied(named: Named, job: Job) -> Job:
     """The same checkpoint with all values copied to host memory, so that training may go on.
 
+    What rests on disk is copied there.
+
     Raises:
-        CheckpointError: a rank has no memory for it; on all ranks.
+        CheckpointError: a rank has no memory for it, or no room on the drive; on all ranks.
     """
     owner = handle.of(next(iter(named.models.values())).module)
     copies: list[Range] = []
 
     def copy() -> None:
-        num_bytes = job.states.num_bytes
+        in_memory = [one for one in job.states.ranges if one.lane is None]
+        num_bytes = sum(one.num_bytes for one in in_memory)
         if owner.host_buffer is None or owner.host_buffer.num_bytes < num_bytes:
             # First give back, then take.
             owner.host_buffer = None
             devices = {u.flat.device.type for m in named.models.values() for u in m.engine.units}
             owner.host_buffer = HostBuffer(num_bytes, pinned=devices != {"cpu"})
-        copies.extend(_copy_ranges(job.states.ranges, owner.host_buffer))
+        copies.extend(_copy_ranges(in_memory, owner.host_buffer))
+        copies.extend(_copy_on_disk(one, one.lane) for one in job.states.ranges if one.lane)
 
     together(named.group, copy)
     return replace(job, states=replace(job.states, ranges=copies, objects={}))
@@ -303,10 +312,8 @@ def _copy_ranges(ranges: Sequence[Range], buffer: HostBuffer) -> list[Range]:
     # Large elements first: so each lies at a multiple of its size.
     for one in sorted(ranges, key=lambda one: -one.dtype.itemsize):
         target = buffer.tensor(position, one.numel, one.dtype)
-        position += one.numel * one.dtype.itemsize
-        length = MAX_ITEM_BYTES // one.dtype.itemsize
-        for start in range(0, one.numel, length):
-            values = one.values(start, min(start + length, one.numel)).detach()
+        position += one.num_bytes
+        for start, values in _parts(one):
             target.write(start, values)
             devices.add(values.device)
         copies.append(replace(one, values=target.read))
@@ -314,3 +321,20 @@ def _copy_ranges(ranges: Sequence[Range], buffer: HostBuffer) -> list[Range]:
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
     return copies
+
+
+def _copy_on_disk(one: Range, lane: DiskLane) -> Range:
+    """A range with values in another place of the same drive, and a part of them in memory."""
+    # The tiles of one parameter have its name, and their own places in it.
+    corner = () if one.within is None else one.within.offsets
+    array = lane.spare(f"{one.key} {corner} {one.offset}", one.numel, one.dtype)
+    for start, values in _parts(one):
+        array.write(start, values).wait()
+    return replace(one, values=partial(lane.read_now, array))
+
+
+def _parts(one: Range) -> Iterator[tuple[int, torch.Tensor]]:
+    """The values in parts that are not too large, each with its first place."""
+    length = MAX_ITEM_BYTES // one.dtype.itemsize
+    for start in range(0, one.numel, length):
+        yield start, one.values(start, min(start + length, one.numel)).detach()

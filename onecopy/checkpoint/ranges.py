@@ -19,6 +19,8 @@ from onecopy.checkpoint.boxes import Box, boxes_of_range, whole_box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from onecopy.core.swapped import DiskLane
+
 __all__ = ["Part", "Range", "Values", "memory_order", "whole_tensor"]
 
 # Larger boxes are cut, so that memory is bounded, and a rank of a larger world reads little more
@@ -40,6 +42,7 @@ class Range:
         order; for loading, a view that is written to, or a copy that `put` takes back.
     within: the box that the elements are counted in; None for the whole tensor.
     put: given a place and elements, lets these be the values from there on.
+    lane: of the drive where the values rest; None where they are in memory.
     """
 
     key: str
@@ -51,6 +54,12 @@ class Range:
     order: tuple[int, ...]
     within: Box | None = None
     put: Put | None = None
+    lane: DiskLane | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.numel * self.dtype.itemsize
 
     def boxes(self) -> Iterator[tuple[Box, Part]]:
         """The boxes of this range in the tensor's coordinates, and the values of each."""

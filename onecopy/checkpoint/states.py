@@ -320,7 +320,7 @@ class States:
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
-        return sum(one.numel * one.dtype.itemsize for one in self.ranges)
+        return sum(one.num_bytes for one in self.ranges)
 
 
 def states_of(named: Named) -> States:
@@ -346,13 +346,14 @@ def states_of(named: Named) -> States:
 
 def range_of_values(model: NamedModel, unit: Unit, piece: Piece) -> Range:
     """A piece's values, in this rank's slice of the masters."""
-    return model.range_like(
+    found = model.range_like(
         unit,
         piece,
         model.name_of(unit.parameters[piece.index]),
         unit.dtypes.master,
         lambda start, stop: unit.slice.master_part(piece.start + start, piece.start + stop),
     )
+    return found if unit.slice.disk is None else replace(found, lane=unit.slice.disk.files.lane)
 
 
 def range_to_load(model: NamedModel, unit: Unit, piece: Piece) -> Range:
@@ -437,9 +438,9 @@ def _states_of_piece(
         if on_disk is not None or is_cut_state(unit, index, value):
             whole = on_disk or _InMemory(unit.slice.from_piece(index, value.detach()))
             values = partial(_between, whole, skipped)
-            states.ranges.append(
-                model.range_like(unit, piece, key_of(full_path), value.dtype, values)
-            )
+            found = model.range_like(unit, piece, key_of(full_path), value.dtype, values)
+            lane = None if on_disk is None else on_disk.lane
+            states.ranges.append(replace(found, lane=lane))
             continue
         if is_part and _is_larger(value):
             kind = type(value).__name__

@@ -88,6 +88,7 @@ class DiskLane:
         # Bytes that are taken, and that are free for the next.
         self._num_taken = self._num_free = 0
         self._behind: deque[Swapped] = deque()
+        self._spare: dict[tuple[str, int, torch.dtype], SwapArray] = {}
         # In the order of their last touch.
         self._touched: dict[Swapped, None] = {}
         weakref.finalize(self, folder.close)
@@ -115,6 +116,25 @@ class DiskLane:
                 total -= each.whole.nbytes if each.is_joined else 0
                 each.rest()
                 del self._touched[each]
+
+    def spare(self, name: str, numel: int, dtype: torch.dtype) -> SwapArray:
+        """Room for a copy of something that rests on disk, kept for the next copy of it.
+
+        Raises:
+            SwapError: the disk has no room for it.
+        """
+        found = self._spare.get((name, numel, dtype))
+        if found is None:
+            kind = f"copies.{str(dtype).removeprefix('torch.')}"
+            found = self.folder.array(kind, name, numel, dtype)
+            self._spare[name, numel, dtype] = found
+        return found
+
+    def read_now(self, array: SwapArray, start: int, stop: int) -> torch.Tensor:
+        """Elements of an array, in memory of their own; from any thread, and no event."""
+        values = torch.empty(stop - start, dtype=array.dtype)
+        array.read(start, values).wait()
+        return values
 
     def forget(self, one: Swapped) -> None:
         """It does not go back to disk any more."""
@@ -191,13 +211,14 @@ class Swapped:
         whole: (n,) its storage is empty while they rest, and its views wear the guard.
         array: where they rest, from element `start` on.
         is_joined: they are in memory, and somebody may have changed them.
+        lane: what reads and writes them.
     """
 
     def __init__(self, files: SliceFiles, kind: Kind, start: int = 0) -> None:
         self.array, self.start = files.array(*kind), start
         self.whole = torch.empty(0, dtype=kind[1])
         self.is_joined = False
-        self._lane = files.lane
+        self.lane = files.lane
         self._views: tuple[torch.Tensor, ...] = ()
         self._plain: list[type[torch.Tensor]] = []
         self._guards: dict[type[torch.Tensor], type[torch.Tensor]] = {}
@@ -258,7 +279,7 @@ class Swapped:
                 "later, tensor.detach().clone()"
             )
         self.join()
-        self._lane.note_touch(self, tensors)
+        self.lane.note_touch(self, tensors)
 
     def is_released(self, parameter: torch.Tensor) -> bool:
         """Whether a view should wear its guard."""
@@ -273,7 +294,7 @@ class Swapped:
             writing.wait()
         else:
             buffers.grow(self.whole)
-            self._lane.read(self.array, self.start, self.whole).wait()
+            self.lane.read(self.array, self.start, self.whole).wait()
         self.is_joined = True
         for view, plain in zip(self._views, self._plain, strict=True):
             view.__class__ = plain
@@ -288,14 +309,14 @@ class Swapped:
             if not behind:
                 self.finish()
             return
-        writing = self._lane.write(self.array, self.start, self.whole)
+        writing = self.lane.write(self.array, self.start, self.whole)
         if not self._can_leave():
             writing.wait()
             return
         self._put_guards()
         self._writing = writing
         if behind:
-            self._lane.write_behind(self)
+            self.lane.write_behind(self)
         else:
             self.finish()
 
@@ -328,7 +349,7 @@ class Swapped:
     def follow(self) -> None:
         """The file has new values: who holds a view of the memory sees them, too."""
         if self.is_joined:
-            self._lane.read(self.array, self.start, self.whole).wait()
+            self.lane.read(self.array, self.start, self.whole).wait()
 
     def _can_leave(self) -> bool:
         """Nobody else has a view of the memory, or its storage (torch.save has, until its end)."""
@@ -350,7 +371,7 @@ class Swapped:
             return self.whole[start:stop]
         self.finish()
         values = torch.empty(stop - start, dtype=self.whole.dtype)
-        self._lane.read(self.array, self.start + start, values).wait()
+        self.lane.read(self.array, self.start + start, values).wait()
         return values
 
     def put(self, start: int, values: torch.Tensor) -> None:
@@ -359,9 +380,9 @@ class Swapped:
             self.whole[start : start + values.numel()].copy_(values)
             return
         self.finish()
-        self._lane.write(self.array, self.start + start, values).wait()
+        self.lane.write(self.array, self.start + start, values).wait()
 
     def retire(self) -> None:
         """Something else rests in its place from now on; it keeps what is in memory."""
         self.finish()
-        self._lane.forget(self)
+        self.lane.forget(self)
