@@ -294,6 +294,36 @@ def test_what_is_trained_later_or_together(
     check_equal(pool.run(2, both_ways, run, on_disk(tmp_path, parameters)))
 
 
+def of_tiles(root: Path, offload: Offload | None) -> list[Outcome]:
+    """Tiles of a linear: trained, exported, and trained on from what was exported."""
+    found = []
+    for turn in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        onecopy.tile_linears(model, 4, modules="0")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        onecopy.shard(model, optimizer, stage=3, offload=offload)
+        if turn:
+            onecopy.load_pretrained(model, root / f"{offload is None} 0")
+        for _ in range(2):
+            model(torch.ones(2, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        onecopy.async_save(root / "run" / f"{offload is None} {turn}", model, optimizer).wait()
+        onecopy.load(root / "run" / f"{offload is None} {turn}", model, optimizer)
+        onecopy.export(model, root / f"{offload is None} {turn}")
+        found.append(outcome([], model, optimizer))
+    return found
+
+
+def test_tiles_exports_and_weights_from_files(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    plain = pool.run(2, of_tiles, tmp_path, None)
+    disk = pool.run(2, of_tiles, tmp_path, on_disk(tmp_path / "swap", "nvme"))
+    for rank in range(2):
+        check_equal([list(pair) for pair in zip(plain[rank], disk[rank], strict=True)])
+
+
 # Memory ---------------------------------------------------------------------------------------
 
 # Parts are large beside the plans, which grow with the number of tensors.
