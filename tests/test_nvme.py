@@ -99,7 +99,7 @@ def states(stage: int, precision: str | None, offload: Offload) -> tuple[StateBy
     engine = onecopy.handle.of(model).engine
     engine.units[0].slice.disk.files.lane.drain()
     owned = sum(unit.slice.own.numel() for unit in engine.units)
-    means = sum(unit.gradients.mean.numel() for unit in engine.units)
+    means = sum(unit.gradients.mean.value.numel() for unit in engine.units)
     return measure(model, optimizer), owned, means, padded_numel(model)
 
 

@@ -305,7 +305,7 @@ class Backward:
                 if self.stepper is not None:
                     self.stepper.failed(taken)
             for gradients in engine.gradients:
-                gradients.clear(keep_means=not gradients.is_fresh)
+                gradients.clear(keep_means=not gradients.mean.is_fresh)
                 gradients.expect_all()
         engine.schedule.end(failed=True)
         engine.rest()

@@ -185,7 +185,7 @@ class ChunkedStep:
         """Bring to disk what somebody has touched, loaded or put into `optimizer.state` since."""
         unit.slice.settle()
         if unit.gradients is not None:
-            unit.gradients.put_away()
+            unit.gradients.mean.put_away()
         self.settle_states(unit, pieces)
 
     def settle_states(self, unit: Unit, pieces: Iterable[nn.Parameter]) -> None:
@@ -278,7 +278,7 @@ class ChunkedStep:
         slot.begin()
         files = _disk_of(unit).files
         kinds = [_disk_of(unit).master_kind]
-        gradient = unit.gradients.kind_on_disk if unit.gradients is not None else None
+        gradient = unit.gradients.mean.kind_on_disk if unit.gradients is not None else None
         kinds += dict.fromkeys(kind for part in parts for kind in self._kinds_of(part.piece))
         chunk = _Chunk(unit, low, high, parts, slot, kinds)
         for kind in kinds if gradient is None else [*kinds, gradient]:
@@ -313,8 +313,8 @@ class ChunkedStep:
     def _gradient(self, chunk: _Chunk, part: _Part) -> torch.Tensor:
         gradient, gradients = part.piece.grad, chunk.unit.gradients
         assert gradient is not None and gradients is not None, "only such parts are in a chunk"
-        if gradients.kind_on_disk is not None and gradients.is_on_disk(gradient):
-            return chunk.of(gradients.kind_on_disk, part)
+        if gradients.mean.kind_on_disk is not None and gradients.mean.is_on_disk(gradient):
+            return chunk.of(gradients.mean.kind_on_disk, part)
         owned = chunk.unit.slice
         flat = owned.from_piece(part.index, gradient)[part.first : part.last]
         return owned.as_piece(part.index, flat)

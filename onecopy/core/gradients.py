@@ -6,7 +6,7 @@ Tensor roles (g = gradient_numel of the layout, t of them this rank's stride: sl
     buffer  (g,) wire dtype; this rank's gradients as they arrive; storage freed when not needed
     carry   (g,) dtype of sums; local sums of backwards under no_sync, where the wire is lower
     mean    (t,) gradient dtype; the owner's mean over ranks, summed over backwards; the pieces'
-                 `.grad` are its views
+                 `.grad` are its views: see owned_mean.py
 
 A parameter that got no gradient on any rank since the last zero_grad leaves its piece's `.grad`
 alone, so that the optimizer skips it as in plain PyTorch.
@@ -14,16 +14,13 @@ alone, so that the optimizer skips it as in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from onecopy.core.layout import Layout, Piece, Span
-from onecopy.core.offload import HOST
-from onecopy.core.resting_mean import MeanTier, RestingMean
-from onecopy.core.swapped import Swapped
+from onecopy.core.layout import Layout, Span
+from onecopy.core.owned_mean import OwnedMean
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -31,12 +28,9 @@ if TYPE_CHECKING:
     from onecopy.core.loss_scale import LossScale
     from onecopy.core.offload import Arriving
     from onecopy.core.stages import Stage
-    from onecopy.core.swapped import Kind
     from onecopy.core.unit import Unit
 
 __all__ = ["Gradients"]
-
-MEAN = "mean"
 
 
 class Gradients:
@@ -63,13 +57,8 @@ class Gradients:
             else None
             for spans, parameter in zip(layout.spans, unit.parameters, strict=True)
         ]
-        places = layout.pieces(unit.slice.rank)
-        self._owned = [(place, unit.slice.pieces[place.index]) for place in places]
+        self.mean: OwnedMean = OwnedMean(unit, dtypes.reduce)
         self._sum_dtype = dtypes.sums
-        if dtypes.gradient != dtypes.master:
-            for _, piece in self._owned:
-                piece.grad_dtype = None
-        self._split_sizes = _split_sizes(places, self._stride)
         self._all = frozenset(index for index, parts in enumerate(layout.spans) if parts)
         # The parameters whose gradients make this unit complete: all, or those that came last
         # time where some never come.
@@ -87,12 +76,7 @@ class Gradients:
         placement = unit.slice.placement
         is_below = placement is not None and placement.gradients != "device"
         self._lane = unit.slice.lane if is_below else None
-        # Where they rest in another memory than the pieces, and the mean that does.
-        self._tier = self._tier_of_mean()
-        self._resting: RestingMean | None = None
         self._arriving: tuple[torch.Tensor, Arriving, list[bool] | None] | None = None
-        # Where they are to be on disk: the mean, once there has been one.
-        self._on_disk: Swapped | None = None
         self._unit_flag: torch.Tensor | None = None
         self._own_flag = False
         self._flag_is_wanted = False
@@ -101,8 +85,6 @@ class Gradients:
         self.found_inf: torch.Tensor | None = None
         # What this rank's gradients count; see uneven.py.
         self.weight = 1.0
-        # The means come from the running backward alone.
-        self.is_fresh = False
         self.needs_buffer = False
         self._free_buffer()
 
@@ -129,22 +111,13 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """A backward begins whose gradients are reduced."""
-        self.is_fresh = False
+        self.mean.is_fresh = False
         self._absent = self._all
 
     @property
     def has_local(self) -> bool:
         """There are gradients of this rank that no reduce has taken."""
         return self._pending is None and bool(self._filled or self._carried)
-
-    @property
-    def mean(self) -> torch.Tensor | None:
-        """The owner's mean, held by the pieces' `.grad` alone: zero_grad frees it."""
-        for _, piece in self._owned:
-            base = None if piece.grad is None else piece.grad._base
-            if base is not None and base.numel() == self._stride:
-                return base
-        return None
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take the gradient of parameter `index`; a second one in the same reduce is added.
@@ -250,17 +223,17 @@ class Gradients:
         self._free_buffer()
         if self._flag_is_wanted:
             self._unit_flag = result[-1].clone()
-        if keep and self._owned:
+        if keep and self.mean.owned:
             flags = None
             if not complete:
-                own = [place.index in present for place, _ in self._owned]
+                own = [place.index in present for place, _ in self.mean.owned]
                 flags = self._collectives.read(result[self._slice_numel :][: len(own)], own)
             if self._lane is None:
                 self._take(result, flags)
                 return
             self.settle()
             owned = result[: self._slice_numel]
-            target = torch.empty(self._stride, dtype=self._sum_dtype, device=self.device)
+            target = torch.empty(self._stride, dtype=self._sum_dtype, device=self.mean.device)
             arriving = self._lane.down(
                 buffers.want_huge_pages(target)[: self._slice_numel],
                 owned,
@@ -280,59 +253,8 @@ class Gradients:
 
     def _take(self, result: torch.Tensor, flags: list[bool] | None) -> None:
         if self._loss_scale is not None and self.found_inf is not None:
-            pieces = result.split_with_sizes(self._split_sizes)[1::2]
-            self._loss_scale.unscale(pieces, self.found_inf)
-        with self.at_hand(changes=True):
-            self._accumulate(result, flags)
-        self.put_away(behind=True)
-
-    # On disk ----------------------------------------------------------------------------------
-
-    @property
-    def kind_on_disk(self) -> Kind | None:
-        """The kind of state that the mean is, where it rests on disk."""
-        on_disk = self._on_disk
-        if on_disk is None or on_disk.is_joined or on_disk.whole is not self.mean:
-            return None
-        return MEAN, on_disk.whole.dtype
-
-    @property
-    def bytes_on_disk(self) -> int:
-        """Of the mean, where it rests there."""
-        on_disk = self._on_disk
-        if on_disk is None or self.kind_on_disk is None or on_disk.is_being_written:
-            return 0
-        return on_disk.whole.nbytes
-
-    def is_on_disk(self, gradient: torch.Tensor) -> bool:
-        """Whether this gradient of a piece is a part of the mean that rests there."""
-        return self._on_disk is not None and self._on_disk.stands_for(gradient)
-
-    @contextmanager
-    def at_hand(self, *, changes: bool) -> Iterator[None]:
-        """Inside, the mean is in memory; afterwards it is where it was before."""
-        if self.kind_on_disk is None or self._on_disk is None:
-            yield
-            return
-        with self._on_disk.at_hand(changes=changes):
-            yield
-
-    def put_away(self, *, behind: bool = False) -> None:
-        """The mean goes to disk, where it is to be; `behind`: the write may go on."""
-        disk, mean = self.unit.slice.disk, self.mean
-        if disk is None or not disk.has_gradients or mean is None:
-            return
-        kind = (MEAN, mean.dtype)
-        views = [piece.grad for _, piece in self._owned if piece.grad is not None]
-        views = [view for view in views if view._base is mean]
-        if self._on_disk is None:
-            self._on_disk = Swapped(disk.files, kind)
-        is_new = self._on_disk.whole is not mean
-        if is_new or not all(map(self._on_disk.stands_for, views)):
-            if not is_new:
-                self._on_disk.join()
-            self._on_disk.take(mean, views)
-        self._on_disk.rest(behind=behind)
+            self._loss_scale.unscale(self.mean.parts_of(result), self.found_inf)
+        self.mean.add(result, flags)
 
     def read_unit_flag(self) -> bool:
         """Whether any rank had set the flag of the last reduce (waits for an accelerator)."""
@@ -341,13 +263,8 @@ class Gradients:
 
     def zero(self, *, set_to_none: bool) -> None:
         """What `zero_grad` means: no gradients, or zeros where there were some."""
-        mean = self.mean
         self.clear(keep_means=not set_to_none)
-        if self._resting is not None:
-            self._resting.zero()
-        elif mean is not None and not set_to_none:
-            with self.at_hand(changes=True):
-                mean.zero_()
+        self.mean.zero()
         self.forget_overflow()
 
     def clear(self, *, keep_means: bool = False) -> None:
@@ -359,94 +276,18 @@ class Gradients:
         self._arriving = None
         self._free_buffer()
         if not keep_means:
-            self._resting = None
-            for piece in self.unit.slice.pieces.values():
-                piece.grad = None
+            self.mean.drop()
             self.forget_overflow()
 
     def scale_by(self, loss_scale: LossScale) -> None:
         """From now on what is reduced is this many times too large."""
         self._loss_scale = loss_scale
-        self.found_inf = torch.zeros((), device=self.device)
+        self.found_inf = torch.zeros((), device=self.mean.device)
 
     def forget_overflow(self) -> None:
         """The gradients that were not finite are gone."""
         if self.found_inf is not None:
             self.found_inf.zero_()
-
-    @contextmanager
-    def in_master_dtype(self) -> Iterator[None]:
-        """Inside, the pieces' gradients are beside them, in the dtype that torch.optim wants."""
-        if self._resting is not None:
-            self._resting.fetch()
-        kept = [
-            (piece, piece.grad)
-            for piece in self.unit.slice.pieces.values()
-            if piece.grad is not None and piece.grad.dtype != piece.dtype
-        ]
-        for piece, gradient in kept:
-            piece.grad = gradient.to(piece.dtype)
-        try:
-            yield
-        finally:
-            for piece, gradient in kept:
-                piece.grad = gradient
-            kept.clear()
-            if self._resting is not None:
-                self._resting.leave()
-
-    # Where the mean rests in another memory than the pieces -------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Where the mean lies, and backwards add to it."""
-        if self._tier is None:
-            return self.unit.slice.device
-        return self.unit.flat.device if self._tier.is_device else HOST
-
-    def at_rest(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This gradient of a piece where its values lie."""
-        return gradient if self._resting is None else self._resting.at_rest(gradient)
-
-    def start_fetch(self) -> None:
-        """A step is about to take the mean."""
-        if self._resting is not None:
-            self._resting.start_fetch()
-
-    @property
-    def means(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What holds the mean on the device, and in host memory."""
-        if self._resting is not None:
-            return self._resting.tensors
-        return (None, self.mean) if self.unit.slice.is_offloaded else (self.mean, None)
-
-    def _tier_of_mean(self) -> MeanTier | None:
-        owned, placement = self.unit.slice, self.unit.slice.placement
-        if placement is None or (placement.gradients == "device") is not owned.is_offloaded:
-            return None
-        return MeanTier(
-            lane=placement.lane,
-            unit=self.unit.name,
-            is_device=owned.is_offloaded,
-            pieces=owned.device,
-            numel=self._slice_numel,
-            wire=self.buffer.dtype,
-        )
-
-    def _accumulate_at_rest(
-        self, tier: MeanTier, result: torch.Tensor, flags: list[bool] | None
-    ) -> None:
-        """`_accumulate` where the mean rests."""
-        resting = self._resting
-        if resting is None or self.mean is not resting.whole:
-            self.is_fresh = True
-            resting = RestingMean(tier, result.to(self.unit.dtypes.gradient), self._views)
-            self._resting = resting
-        else:
-            resting.add(result, [piece for _, piece in self._owned])
-        for order, (_, piece) in enumerate(self._owned):
-            if piece.grad is None and (flags is None or flags[order]):
-                piece.grad = resting.views[order]
 
     def expect_all(self) -> None:
         """After a backward that failed: what came in it says nothing of what comes next."""
@@ -483,39 +324,6 @@ class Gradients:
         for flag in self._unit_flags:
             flag.fill_(int(unit_flag))
 
-    def _accumulate(self, result: torch.Tensor, flags: list[bool] | None) -> None:
-        """Add a mean to the owned slice; pieces without a gradient so far start from it."""
-        if self._tier is not None:
-            self._accumulate_at_rest(self._tier, result, flags)
-            return
-        mean = self.mean
-        if mean is None:
-            self.is_fresh = True
-            views = self._views(result.to(self.unit.dtypes.gradient))
-        else:
-            views = self._views(mean)
-            for view, (_, piece) in zip(views, self._owned, strict=True):
-                if piece.grad is None:
-                    view.zero_()
-                elif piece.grad.data_ptr() != view.data_ptr():
-                    view.copy_(piece.grad)
-                    piece.grad = view
-            mean.add_(result)
-        for order, (_, piece) in enumerate(self._owned):
-            if piece.grad is None and (flags is None or flags[order]):
-                piece.grad = views[order]
-
-    def _views(self, mean: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of a mean that are the owned pieces' gradients, shaped like the pieces."""
-        # One call makes all views; the gaps between pieces are every other one.
-        views = mean.split_with_sizes(self._split_sizes)[1::2]
-        if not self.unit.layout.is_whole:
-            return views
-        return [
-            self.unit.slice.as_piece(place.index, view)
-            for (place, _), view in zip(self._owned, views, strict=True)
-        ]
-
 
 def _trailers(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Views of all trailers: one strided view where they are equal, else one for each slice."""
@@ -540,12 +348,3 @@ def _parts(
         sizes, strides = (len(rows), rows[0].numel), (layout.strides[0], 1)
         found.append((buffer.as_strided(sizes, strides, rows[0].start), rows[0].offset))
     return found
-
-
-def _split_sizes(places: tuple[Piece, ...], numel: int) -> list[int]:
-    """gap, piece, gap, piece, ..., gap: the sizes of all of them, some gaps empty."""
-    sizes, position = [], 0
-    for place in places:
-        sizes += [place.start - position, place.numel]
-        position = place.start + place.numel
-    return [*sizes, numel - position]

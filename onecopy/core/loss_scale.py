@@ -235,7 +235,7 @@ def _warn_of_lowest(engine: Engine, scale: LossScale) -> None:
         if piece is not None
         and piece.grad is not None
         and unit.gradients is not None
-        and not unit.gradients.at_rest(piece.grad).isfinite().all()
+        and not unit.gradients.mean.at_rest(piece.grad).isfinite().all()
     ]
     last = len(names) - 1
     # The smallest number of any rank.

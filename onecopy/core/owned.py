@@ -61,7 +61,7 @@ class OwnedGradients:
         ]
         # What scales them has to come to the host all the same.
         self._are_on_host = any(
-            unit.gradients is not None and unit.gradients.device.type == "cpu"
+            unit.gradients is not None and unit.gradients.mean.device.type == "cpu"
             for unit in self._units
         )
         self._wholes = WholeGradients(collectives)
@@ -373,12 +373,12 @@ class OwnedGradients:
         groups: dict[Unit | None, list[int]] = {}
         for number in numbers:
             gradients = self._units[number].gradients
-            is_away = gradients is not None and gradients.kind_on_disk is not None
+            is_away = gradients is not None and gradients.mean.kind_on_disk is not None
             groups.setdefault(self._units[number] if is_away else None, []).append(number)
         yield groups.pop(None, [])
         for unit, group in groups.items():
             assert unit is not None and unit.gradients is not None, "what is on disk has a unit"
-            with unit.gradients.at_hand(changes=changes):
+            with unit.gradients.mean.at_hand(changes=changes):
                 yield group
 
     def change(
@@ -412,7 +412,7 @@ class OwnedGradients:
     def _at_rest(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         gradients = self._units[number].gradients
         assert gradients is not None, "what has a gradient is trainable"
-        return gradients.at_rest(gradient)
+        return gradients.mean.at_rest(gradient)
 
     def _is_one(self, factor: Any) -> bool:
         """Whether multiplying by it changes nothing. To know that must cost no wait for an

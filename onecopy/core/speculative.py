@@ -77,7 +77,7 @@ class SpeculativeStep:
             return
         assert unit.gradients is not None, "what has a gradient is trainable"
         self._end(unit, "dropped")
-        count = 1 if unit.gradients.is_fresh else self._counts.get(unit, 0) + 1
+        count = 1 if unit.gradients.mean.is_fresh else self._counts.get(unit, 0) + 1
         self._counts[unit] = count
         if not self.is_paused and not self._is_off and count == self._expected.get(unit, 1):
             self._begin(unit)

@@ -86,10 +86,10 @@ class UnitSteps:
     ) -> None:
         assert unit.gradients is not None, "what has a gradient is trainable"
         unit.slice.join_master()
-        with unit.gradients.in_master_dtype():
+        with unit.gradients.mean.in_master_dtype():
             if following is not None and following.gradients is not None:
                 # Travels meanwhile.
-                following.gradients.start_fetch()
+                following.gradients.mean.start_fetch()
             optimizer = self._optimizer
             step_alone(optimizer, optimizer.param_groups, pieces)
         _rest(unit)

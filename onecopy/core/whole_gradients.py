@@ -59,7 +59,7 @@ class _Whole:
                 part.zero_()
             else:
                 assert unit.gradients is not None, "what has a gradient is trainable"
-                gradient = unit.gradients.at_rest(gradient)
+                gradient = unit.gradients.mean.at_rest(gradient)
                 part.copy_(unit.slice.from_piece(place.index, gradient))
         collectives.gather(self.flat, self.own, unit.layout.slice_numels, unit.number).finish()
         self._version = self.flat._version
@@ -171,7 +171,7 @@ def _write(unit: Unit, index: int, values: torch.Tensor, changed: torch.Tensor) 
             piece.grad = unit.slice.as_piece(index, values)
         return
     assert unit.gradients is not None, "what has a gradient is trainable"
-    gradient = unit.gradients.at_rest(piece.grad)
+    gradient = unit.gradients.mean.at_rest(piece.grad)
     values, changed = unit.slice.as_piece(index, values), unit.slice.as_piece(index, changed)
     changed = changed.to(gradient.device)
     gradient.copy_(torch.where(changed, values.to(gradient), gradient))

@@ -36,7 +36,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     for unit in engine.units:
         parameters += unit.state_tensors
         if unit.gradients is not None:
-            gradients += [unit.gradients.buffer, unit.gradients.carry, *unit.gradients.means]
+            gradients += [unit.gradients.buffer, unit.gradients.carry, *unit.gradients.mean.tensors]
     on_disk = _on_disk(engine, optimizer)
     return StateBytes(
         parameters=_bytes(parameters) + on_disk[0],
@@ -55,7 +55,7 @@ def _on_disk(engine: Engine, optimizer: torch.optim.Optimizer | None) -> tuple[i
             continue
         parameters += unit.slice.disk.num_bytes
         if unit.gradients is not None:
-            gradients += unit.gradients.bytes_on_disk
+            gradients += unit.gradients.mean.bytes_on_disk
         for piece in unit.slice.pieces.values():
             state = {} if optimizer is None else optimizer.state.get(piece, {})
             at_rest = [one for one in _tensors_of(state) if one is not None and _is_empty(one)]
@@ -76,7 +76,7 @@ def _on_host(engine: Engine, optimizer: torch.optim.Optimizer | None) -> int:
     for unit in units:
         tensors += unit.slice.on_host
         if unit.gradients is not None:
-            tensors.append(unit.gradients.means[1])
+            tensors.append(unit.gradients.mean.tensors[1])
         if not unit.slice.is_offloaded:
             continue
         for piece in unit.slice.pieces.values():
@@ -187,5 +187,5 @@ def _sizes_of(unit: Unit) -> tuple[int, int, int]:
         states -= gathered
     gradients = 0
     if unit.gradients is not None:
-        gradients = _bytes([unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean])
+        gradients = _bytes([unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean.value])
     return states, gradients, gathered

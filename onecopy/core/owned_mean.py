@@ -1,0 +1,263 @@
+"""The mean of one unit's gradients in the slice that this rank owns, wherever it lies.
+
+It lies beside the pieces that the optimizer updates, and their `.grad` are its views; or in another
+memory than they (resting_mean.py); or on disk (swapped.py). Backwards add to it there, norms and
+scaling act on it there, unit by unit, and the step takes it from there.
+
+Tensor roles (t of the unit's gradient elements are this rank's stride: its slice and a trailer):
+    value   (t,) gradient dtype; where it lies elsewhere, what stands for it beside the pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from onecopy.core.offload import HOST
+from onecopy.core.resting_mean import MeanTier, RestingMean
+from onecopy.core.swapped import Swapped
+
+if TYPE_CHECKING:
+    from onecopy.core.layout import Piece
+    from onecopy.core.swapped import Kind
+    from onecopy.core.unit import Unit
+
+__all__ = ["OwnedMean"]
+
+# The kind of state that it is on disk.
+MEAN = "mean"
+
+
+class OwnedMean:
+    """See the module's docstring.
+
+    Attributes:
+        owned: the places of the owned pieces, and the pieces.
+        is_fresh: it comes from the running backward alone.
+
+    Args:
+        wire: the dtype in which gradients are reduced.
+    """
+
+    def __init__(self, unit: Unit, wire: torch.dtype) -> None:
+        self._unit = unit
+        places = unit.layout.pieces(unit.slice.rank)
+        self.owned = [(place, unit.slice.pieces[place.index]) for place in places]
+        if unit.dtypes.gradient != unit.dtypes.master:
+            for _, piece in self.owned:
+                piece.grad_dtype = None
+        self._stride = unit.layout.strides[unit.slice.rank]
+        self._split_sizes = _split_sizes(places, self._stride)
+        self.is_fresh = False
+        # Where it rests in another memory than the pieces, and what does.
+        self._tier = self._make_tier(wire)
+        self._resting: RestingMean | None = None
+        # Where it is to be on disk: what rests there, once there has been something.
+        self._on_disk: Swapped | None = None
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The mean, held by the pieces' `.grad` alone: zero_grad frees it."""
+        for _, piece in self.owned:
+            base = None if piece.grad is None else piece.grad._base
+            if base is not None and base.numel() == self._stride:
+                return base
+        return None
+
+    def parts_of(self, result: torch.Tensor) -> Sequence[torch.Tensor]:
+        """1-D: the parts of a (t,) tensor that belong to the owned pieces, in their order."""
+        # One call makes all views; the gaps between pieces are every other one.
+        return result.split_with_sizes(self._split_sizes)[1::2]
+
+    def add(self, result: torch.Tensor, flags: list[bool] | None) -> None:
+        """Add another mean, which is where this one lies, or is to go to disk.
+
+        Args:
+            flags: for each owned piece whether any rank had a gradient; None where all had.
+        """
+        with self.at_hand(changes=True):
+            self._accumulate(result, flags)
+        self.put_away(behind=True)
+
+    def zero(self) -> None:
+        """Make all values zero, if there are any."""
+        value = self.value
+        if self._resting is not None:
+            self._resting.zero()
+        elif value is not None:
+            with self.at_hand(changes=True):
+                value.zero_()
+
+    def drop(self) -> None:
+        """The pieces have no gradient."""
+        self._resting = None
+        for piece in self._unit.slice.pieces.values():
+            piece.grad = None
+
+    # Where it lies ----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mean lies, and backwards add to it."""
+        if self._tier is None:
+            return self._unit.slice.device
+        return self._unit.flat.device if self._tier.is_device else HOST
+
+    def at_rest(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This gradient of a piece where its values lie."""
+        return gradient if self._resting is None else self._resting.at_rest(gradient)
+
+    def start_fetch(self) -> None:
+        """A step is about to take the mean."""
+        if self._resting is not None:
+            self._resting.start_fetch()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What holds the mean on the device, and in host memory."""
+        if self._resting is not None:
+            return self._resting.tensors
+        return (None, self.value) if self._unit.slice.is_offloaded else (self.value, None)
+
+    @contextmanager
+    def in_master_dtype(self) -> Iterator[None]:
+        """Inside, the pieces' gradients are beside them, in the dtype that torch.optim wants."""
+        if self._resting is not None:
+            self._resting.fetch()
+        kept = [
+            (piece, piece.grad)
+            for piece in self._unit.slice.pieces.values()
+            if piece.grad is not None and piece.grad.dtype != piece.dtype
+        ]
+        for piece, gradient in kept:
+            piece.grad = gradient.to(piece.dtype)
+        try:
+            yield
+        finally:
+            for piece, gradient in kept:
+                piece.grad = gradient
+            kept.clear()
+            if self._resting is not None:
+                self._resting.leave()
+
+    # On disk ----------------------------------------------------------------------------------
+
+    @property
+    def kind_on_disk(self) -> Kind | None:
+        """The kind of state that the mean is, where it rests on disk."""
+        on_disk = self._on_disk
+        if on_disk is None or on_disk.is_joined or on_disk.whole is not self.value:
+            return None
+        return MEAN, on_disk.whole.dtype
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of the mean, where it rests there."""
+        on_disk = self._on_disk
+        if on_disk is None or self.kind_on_disk is None or on_disk.is_being_written:
+            return 0
+        return on_disk.whole.nbytes
+
+    def is_on_disk(self, gradient: torch.Tensor) -> bool:
+        """Whether this gradient of a piece is a part of the mean that rests there."""
+        return self._on_disk is not None and self._on_disk.stands_for(gradient)
+
+    @contextmanager
+    def at_hand(self, *, changes: bool) -> Iterator[None]:
+        """Inside, the mean is in memory; afterwards it is where it was before."""
+        if self.kind_on_disk is None or self._on_disk is None:
+            yield
+            return
+        with self._on_disk.at_hand(changes=changes):
+            yield
+
+    def put_away(self, *, behind: bool = False) -> None:
+        """The mean goes to disk, where it is to be; `behind`: the write may go on."""
+        disk, mean = self._unit.slice.disk, self.value
+        if disk is None or not disk.has_gradients or mean is None:
+            return
+        kind = (MEAN, mean.dtype)
+        views = [piece.grad for _, piece in self.owned if piece.grad is not None]
+        views = [view for view in views if view._base is mean]
+        if self._on_disk is None:
+            self._on_disk = Swapped(disk.files, kind)
+        is_new = self._on_disk.whole is not mean
+        if is_new or not all(map(self._on_disk.stands_for, views)):
+            if not is_new:
+                self._on_disk.join()
+            self._on_disk.take(mean, views)
+        self._on_disk.rest(behind=behind)
+
+    # Details ----------------------------------------------------------------------------------
+
+    def _accumulate(self, result: torch.Tensor, flags: list[bool] | None) -> None:
+        """Add a mean to the owned slice; pieces without a gradient so far start from it."""
+        if self._tier is not None:
+            self._accumulate_at_rest(self._tier, result, flags)
+            return
+        mean = self.value
+        if mean is None:
+            self.is_fresh = True
+            views = self._views(result.to(self._unit.dtypes.gradient))
+        else:
+            views = self._views(mean)
+            for view, (_, piece) in zip(views, self.owned, strict=True):
+                if piece.grad is None:
+                    view.zero_()
+                elif piece.grad.data_ptr() != view.data_ptr():
+                    view.copy_(piece.grad)
+                    piece.grad = view
+            mean.add_(result)
+        for order, (_, piece) in enumerate(self.owned):
+            if piece.grad is None and (flags is None or flags[order]):
+                piece.grad = views[order]
+
+    def _accumulate_at_rest(
+        self, tier: MeanTier, result: torch.Tensor, flags: list[bool] | None
+    ) -> None:
+        """`_accumulate` where the mean rests."""
+        resting = self._resting
+        if resting is None or self.value is not resting.whole:
+            self.is_fresh = True
+            resting = RestingMean(tier, result.to(self._unit.dtypes.gradient), self._views)
+            self._resting = resting
+        else:
+            resting.add(result, [piece for _, piece in self.owned])
+        for order, (_, piece) in enumerate(self.owned):
+            if piece.grad is None and (flags is None or flags[order]):
+                piece.grad = resting.views[order]
+
+    def _views(self, mean: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of a mean that are the owned pieces' gradients, shaped like the pieces."""
+        views = self.parts_of(mean)
+        if not self._unit.layout.is_whole:
+            return views
+        return [
+            self._unit.slice.as_piece(place.index, view)
+            for (place, _), view in zip(self.owned, views, strict=True)
+        ]
+
+    def _make_tier(self, wire: torch.dtype) -> MeanTier | None:
+        owned, placement = self._unit.slice, self._unit.slice.placement
+        if placement is None or (placement.gradients == "device") is not owned.is_offloaded:
+            return None
+        return MeanTier(
+            lane=placement.lane,
+            unit=self._unit.name,
+            is_device=owned.is_offloaded,
+            pieces=owned.device,
+            numel=self._unit.layout.slice_numels[owned.rank],
+            wire=wire,
+        )
+
+
+def _split_sizes(places: tuple[Piece, ...], numel: int) -> list[int]:
+    """gap, piece, gap, piece, ..., gap: the sizes of all of them, some gaps empty."""
+    sizes, position = [], 0
+    for place in places:
+        sizes += [place.start - position, place.numel]
+        position = place.start + place.numel
+    return [*sizes, numel - position]
