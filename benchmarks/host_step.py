@@ -17,8 +17,9 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -45,6 +46,8 @@ COMPARED_ROUNDS = 4
 UPDATE_BYTES = 28
 # Losses that differ by more were not the same training.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 COLUMNS = (
     Column("name", "contender"),
@@ -117,16 +120,17 @@ class Contender(ABC):
     def step(self) -> None:
         """What is timed."""
 
-    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+    @abstractmethod
+    def settle(self) -> None:
         """After a step; not timed."""
 
 
 class OneCopy(Contender):
-    """onecopy with states in host memory, and one of torch's ways to compute AdamW."""
+    """onecopy with states in host memory; the optimizer is the user's."""
 
-    def __init__(self, setting: Setting, way: dict[str, bool]) -> None:
-        self._model, self._dtype = _model(setting), DTYPES[setting.dtype]
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), **SETTINGS, **way)
+    def __init__(self, setting: Setting, make: Make) -> None:
+        self._model = _model(setting)
+        self._optimizer = make(self._model.parameters())
         onecopy.shard(self._model, self._optimizer, stage=3, precision=setting.dtype, offload="cpu")
         self._x = _input(setting)
 
@@ -149,7 +153,7 @@ class Flat(Contender):
     values: where forward reads: the parameters are views of it.
     """
 
-    def __init__(self, setting: Setting, make: Any, *, copies_values: bool = True) -> None:
+    def __init__(self, setting: Setting, make: Make, *, copies_values: bool = True) -> None:
         self._model, dtype = _model(setting), DTYPES[setting.dtype]
         self._parameters = list(self._model.parameters())
         numel = sum(one.numel() for one in self._parameters)
@@ -163,7 +167,7 @@ class Flat(Contender):
             one.data = self._values[start:end].view(one.shape)
             start = end
         self._values.copy_(self._master.data)
-        self._optimizer: torch.optim.Optimizer = make([self._master])
+        self._optimizer = make([self._master])
         self._copies_values = copies_values
         self._x = _input(setting)
 
@@ -236,18 +240,20 @@ def _deepspeed_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer
     return DeepSpeedCPUAdam(parameters, **SETTINGS)
 
 
-def _fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, **SETTINGS, fused=True)
+def _adam(**way: Any) -> Make:
+    """One of torch's ways to compute AdamW."""
+    return partial(torch.optim.AdamW, **SETTINGS, **way)
 
 
 CONTENDERS: dict[str, Any] = {
     "memory": Memory,
-    "torch": lambda setting: Flat(setting, _fused_adam),
+    "torch": lambda setting: Flat(setting, _adam(fused=True)),
     "deepspeed": lambda setting: Flat(setting, _deepspeed_adam),
     "deepspeed-update": lambda setting: Flat(setting, _deepspeed_adam, copies_values=False),
-    "onecopy-fused": lambda setting: OneCopy(setting, {"fused": True}),
-    "onecopy-foreach": lambda setting: OneCopy(setting, {"foreach": True}),
-    "onecopy-plain": lambda setting: OneCopy(setting, {"foreach": False}),
+    "onecopy-fused": lambda setting: OneCopy(setting, _adam(fused=True)),
+    "onecopy-deepspeed": lambda setting: OneCopy(setting, _deepspeed_adam),
+    "onecopy-foreach": lambda setting: OneCopy(setting, _adam(foreach=True)),
+    "onecopy-plain": lambda setting: OneCopy(setting, _adam(foreach=False)),
 }
 
 
@@ -285,7 +291,11 @@ def rows(turns: dict[str, Turns], dtype: str) -> list[dict[str, Any]]:
     share = (UPDATE_BYTES + size) / (UPDATE_BYTES + 4 + size)
     for name, one in turns.items():
         low, _, high = quantiles(one.seconds, n=4)
-        row = {"name": name, "step": 1e3 * median(one.seconds), "spread": 1e3 * (high - low)}
+        row: dict[str, Any] = {
+            "name": name,
+            "step": 1e3 * median(one.seconds),
+            "spread": 1e3 * (high - low),
+        }
         for peer in ("memory", "torch", "deepspeed"):
             if peer in turns:
                 row[f"per_{peer}"] = _ratio(one.seconds, turns[peer].seconds)
@@ -319,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = tuple(name for name in CONTENDERS if name in options.contenders)
     console = Console(width=None if sys.stdout.isatty() else 140)
     if importlib.util.find_spec("deepspeed") is None:
-        names = tuple(name for name in names if not name.startswith("deepspeed"))
+        names = tuple(name for name in names if "deepspeed" not in name)
         console.print("DeepSpeed is not installed: left out")
     before = report.machine()
     turns = onecopy.launch(measure, 1, names, setting, options.rounds)[0]

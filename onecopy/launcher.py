@@ -14,6 +14,7 @@ rank whose launcher has died ends itself.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import multiprocessing
 import os
 import pickle
@@ -258,10 +259,16 @@ def _run_rank(
 
 
 def _wait_for_threads() -> None:
-    """What still runs is part of the work: a checkpoint that is being written, for one."""
+    """What still runs is part of the work: a checkpoint that is being written, for one.
+
+    Not the workers of a pool that is still there: they wait for more until the process exits,
+    which finishes what they have begun.
+    """
+    workers = getattr(concurrent.futures.thread, "_threads_queues", {})
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+        if thread is threading.current_thread() or thread.daemon or thread in workers:
+            continue
+        thread.join()
 
 
 def _end_with_launcher() -> None:

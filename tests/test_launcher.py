@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def leave_a_thread(file: str) -> None:
     threading.Thread(target=work).start()
 
 
+POOLS: list[ThreadPoolExecutor] = []
+
+
+def leave_a_pool() -> int:
+    """Somewhere a pool of threads is kept, whose workers wait for more."""
+    POOLS.append(ThreadPoolExecutor(1))
+    return POOLS[0].submit(int, "7").result()
+
+
 def a_tensor() -> torch.Tensor:
     return torch.full((300,), float(os.environ["RANK"]))
 
@@ -100,6 +110,10 @@ def test_threads_that_still_work_are_waited_for(
     monkeypatch.setattr(launcher, "_end", lambda ranks, seconds: end(ranks, seconds=0.0))
     launch(leave_a_thread, 1, str(tmp_path / "written"))
     assert (tmp_path / "written").exists()
+
+
+def test_a_pool_that_is_still_there_holds_nobody_up() -> None:
+    assert launch(leave_a_pool, 2) == [7, 7]
 
 
 def test_bad_calls_give_advice(monkeypatch: pytest.MonkeyPatch) -> None:
