@@ -51,16 +51,15 @@ CASES = [
 
 
 @pytest.mark.sampled(
-    "world, stage, optimizer, gradients, parameters",
-    CASES,
-    6,
+    "name, world, stage, optimizer, gradients, parameters",
+    [(name, *case) for name in ("gpt", "tied") for case in CASES],
+    7,
     always=[
-        (2, 3, "adamw_fused", "nvme", "nvme"),
-        (2, 1, "momentum", "nvme", "device"),
-        (1, 0, "adamw_fused", "host", "device"),
+        ("tied", 2, 3, "adamw_fused", "nvme", "nvme"),
+        ("gpt", 2, 1, "momentum", "nvme", "device"),
+        ("gpt", 1, 0, "adamw_fused", "host", "device"),
     ],
 )
-@pytest.mark.parametrize("name", ["gpt", "tied"])
 def test_fp32_training_is_the_same(  # noqa: PLR0913
     pool: Pool,
     tmp_path: Path,
@@ -79,8 +78,16 @@ def test_fp32_training_is_the_same(  # noqa: PLR0913
     assert not list(tmp_path.iterdir()), "files were left"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+TIERS = ("device", "host", "nvme")
+
+
+@pytest.mark.sampled(
+    "way, parameters",
+    list(itertools.product(WAYS, TIERS)),
+    9,
+    # Each way somewhere.
+    always=list(zip(WAYS, itertools.cycle(TIERS))),
+)
 def test_with_other_settings(pool: Pool, tmp_path: Path, way: str, parameters: str) -> None:
     """Whatever else is switched on."""
     plan = Plan(name="gpt", stage=3, optimizer="momentum", settings=WAYS[way])

@@ -1,8 +1,8 @@
 """The proof of the NVMe tier: models train whose states are five times the memory that there is.
 
-Ranks are processes of their own, because a limit stays with a process. It is RLIMIT_DATA: memory
-that a process asks for beyond it is refused. What has only been imported does not count; all that
-comes with the model does: gathered units, gradients, activations, buffers, threads.
+Ranks with a limit are processes of their own, because it stays with a process. It is RLIMIT_DATA:
+memory that a process asks for beyond it is refused. What has only been imported does not count; all
+that comes with the model does: gathered units, gradients, activations, buffers, threads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.memory_rank import Job, Outcome
-from tests.pool import RANK_ENVIRONMENT, REPOSITORY
+from tests.memory_rank import Job, Outcome, train
+from tests.pool import RANK_ENVIRONMENT, REPOSITORY, Pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
 
@@ -32,12 +33,11 @@ STEPS = 2
 STACK = 1024
 
 
-def start(
+def jobs(
     store: Path, world: int, num_blocks: int, settings: dict[str, Any], limit: int
-) -> list[Any]:
-    """Ranks that train."""
-    environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
-    jobs = [
+) -> list[Job]:
+    """One for each rank."""
+    return [
         Job(
             rank=rank,
             world=world,
@@ -50,6 +50,11 @@ def start(
         )
         for rank in range(world)
     ]
+
+
+def start(jobs: Sequence[Job]) -> list[Any]:
+    """Ranks that train."""
+    environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
     return [
         subprocess.Popen(
             [
@@ -76,6 +81,11 @@ def outcomes(ranks: Sequence[Any]) -> list[Outcome]:
     return found
 
 
+def train_without_limit(jobs: Sequence[Job]) -> Outcome:
+    """As a rank of the pool, which is there already."""
+    return train(jobs[dist.get_rank()])
+
+
 def on_disk(path: Path) -> dict[str, Any]:
     tiers = dict.fromkeys(("optimizer", "gradients", "parameters"), "nvme")
     return {**tiers, "path": str(path), "buffer_bytes": 1 << 20}
@@ -91,7 +101,7 @@ CASES = [
 
 @pytest.mark.parametrize("world, num_blocks, precision", CASES)
 def test_states_are_five_times_the_memory(
-    tmp_path: Path, world: int, num_blocks: int, precision: str
+    pool: Pool, tmp_path: Path, world: int, num_blocks: int, precision: str
 ) -> None:
     """It trains within the limit, as without one; without states on disk the limit stops it."""
     bytes_each = {"fp32": 16, "bf16": 18}[precision]
@@ -106,16 +116,17 @@ def test_states_are_five_times_the_memory(
         started = []
         ways = {
             "limited": ({**common, "offload": on_disk(folder)}, limit),
-            "unlimited": (plain, 0),
             "stopped": (plain, limit),
         }
         for name, (settings, bound) in ways.items():
-            ranks = start(tmp_path / name, world, num_blocks, settings, bound)
+            ranks = start(jobs(tmp_path / name, world, num_blocks, settings, bound))
             for rank in ranks:
                 stack.enter_context(rank)
                 stack.callback(rank.kill)
             started.append(ranks)
-        limited, unlimited, stopped = map(outcomes, started)
+        free = jobs(tmp_path / "unlimited", world, num_blocks, plain, 0)
+        unlimited = pool.run(world, train_without_limit, free)
+        limited, stopped = map(outcomes, started)
     assert all(one.numel == num_blocks * NUMEL and not one.error for one in limited + unlimited)
     assert [one.losses for one in limited] == [one.losses for one in unlimited]
     assert all(len(set(one.losses)) == STEPS + 1 for one in limited), "nothing was trained"
