@@ -57,19 +57,18 @@ CASES = [
 
 
 @pytest.mark.sampled(
-    "world, stage, optimizer, offload",
-    CASES,
-    3,
+    "name, world, stage, optimizer, offload",
+    [(name, *case) for name in ("gpt", "tied") for case in CASES],
+    7,
     always=[
-        (2, 3, "momentum", ALL_HOST),
-        (2, 1, "adamw_fused", HOST),
-        (1, 0, "momentum", HOST),
-        (2, 1, "adamw_fused", MEANS),
-        (2, 3, "momentum", MASTERS),
-        (2, 3, "momentum", VALUES),
+        ("tied", 2, 3, "momentum", ALL_HOST),
+        ("gpt", 2, 1, "adamw_fused", HOST),
+        ("gpt", 1, 0, "momentum", HOST),
+        ("tied", 2, 1, "adamw_fused", MEANS),
+        ("gpt", 2, 3, "momentum", MASTERS),
+        ("tied", 2, 3, "momentum", VALUES),
     ],
 )
-@pytest.mark.parametrize("name", ["gpt", "tied"])
 def test_fp32_training_is_the_same(
     pool: Pool, name: str, world: int, stage: int, optimizer: str, offload: Offload | str
 ) -> None:
@@ -90,16 +89,25 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "offload",
-    [HOST, ALL_HOST, MEANS_AND_VALUES, MASTERS],
-    ids=["host", "all host", "means and values", "masters"],
+PLACES = {
+    "host": HOST,
+    "all host": ALL_HOST,
+    "means and values": MEANS_AND_VALUES,
+    "masters": MASTERS,
+}
+
+
+@pytest.mark.sampled(
+    "way, place",
+    list(itertools.product(WAYS, PLACES)),
+    9,
+    # Each way somewhere.
+    always=list(zip(WAYS, itertools.cycle(PLACES))),
 )
-def test_with_other_settings(pool: Pool, way: str, offload: Offload) -> None:
+def test_with_other_settings(pool: Pool, way: str, place: str) -> None:
     """Whatever else is switched on."""
     plan = Plan(name="gpt", stage=3, optimizer="momentum", settings=WAYS[way])
-    check_equal(pool.run(2, both, plan, offload))
+    check_equal(pool.run(2, both, plan, PLACES[place]))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -168,8 +176,12 @@ def swapped_bytes(
     return moved, sum(unit.layout.slice_numels[unit.slice.rank] for unit in units)
 
 
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.sampled(
+    "stage, precision, width",
+    [(stage, *width) for stage in STAGES for width in (("fp32", 4), ("bf16", 2))],
+    4,
+    always=[(0, "fp32", 4), (3, "bf16", 2)],
+)
 def test_bytes_that_move(pool: Pool, stage: int, precision: str, width: int) -> None:
     """Each owned gradient down once a backward, each value up once a step: ZeRO-Offload, 3.3."""
     for moved, numel in pool.run(2, swapped_bytes, stage, HOST, precision, 2):
@@ -252,7 +264,7 @@ def test_bytes_on_the_device_and_on_the_host(pool: Pool, stage: int) -> None:
         assert (states.device, states.host) == (0, on_host.total)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.sampled("stage", STAGES, 2, always=[3])
 def test_bytes_where_the_optimizer_is_on_the_other_side(pool: Pool, stage: int) -> None:
     """What is said to be on the host is, and nothing is there twice."""
     plain = [states.total for states, _ in pool.run(2, held, stage, Offload())]
