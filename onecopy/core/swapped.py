@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.core.guard import guard_class
-from onecopy.errors import ParameterReleasedError
+from onecopy.errors import ParameterReleasedError, SwapError
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ Kind = tuple[str, torch.dtype]
 class Moving:
     """A read or a write that is under way, reported when somebody has waited for it."""
 
-    def __init__(self, transfer: Transfer, unit: str, what: str, events: Events) -> None:
-        self._transfer, self._unit, self._what, self._events = transfer, unit, what, events
+    def __init__(self, transfer: Transfer, unit: str, what: str, lane: DiskLane) -> None:
+        self._transfer, self._unit, self._what, self._lane = transfer, unit, what, lane
         self._is_reported = False
 
     def wait(self) -> None:
@@ -55,14 +55,15 @@ class Moving:
             SwapError: it has failed; names the file and the unit.
         """
         began, transfer = time.perf_counter(), self._transfer
-        transfer.wait()
+        with self._lane.watch():
+            transfer.wait()
         if self._is_reported:
             return
         self._is_reported = True
         now = time.perf_counter()
         if transfer.ended > began:
-            self._events.emit("wait", self._unit, seconds=now - began, what="swap")
-        self._events.emit(
+            self._lane.events.emit("wait", self._unit, seconds=now - began, what="swap")
+        self._lane.events.emit(
             "swap",
             self._unit,
             num_bytes=transfer.num_bytes,
@@ -78,12 +79,14 @@ class DiskLane:
     Attributes:
         folder: where the files are.
         buffer_bytes: how much host memory may be read ahead, written behind, or kept after a touch.
+        events: where they are reported.
     """
 
     def __init__(self, folder: SwapFolder, buffer_bytes: int, events: Events) -> None:
         self.folder = folder
         self.buffer_bytes = buffer_bytes
-        self._events = events
+        self.events = events
+        self._failure: SwapError | None = None
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         # Bytes that are taken, and that are free for the next.
         self._num_taken = self._num_free = 0
@@ -166,11 +169,27 @@ class DiskLane:
 
     def read(self, array: SwapArray, start: int, target: torch.Tensor) -> Moving:
         """Begin to read elements of an array, from number `start` on, into host memory."""
-        return Moving(array.read(start, target), array.unit, "read", self._events)
+        with self.watch():
+            return Moving(array.read(start, target), array.unit, "read", self)
 
     def write(self, array: SwapArray, start: int, source: torch.Tensor) -> Moving:
         """Begin to write elements of an array, from number `start` on."""
-        return Moving(array.write(start, source), array.unit, "write", self._events)
+        with self.watch():
+            return Moving(array.write(start, source), array.unit, "write", self)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside, something is done to files; nothing is done any more once that has failed.
+
+        Some states may have been updated and others not: to go on would be to train with both.
+        """
+        if self._failure is not None:
+            raise SwapError(f"states on disk are of no use since this: {self._failure}")
+        try:
+            yield
+        except SwapError as error:
+            self._failure = error
+            raise
 
 
 class SliceFiles:
@@ -194,7 +213,8 @@ class SliceFiles:
         found = self._arrays.get((kind, dtype))
         if found is None:
             name = f"{kind}.{str(dtype).removeprefix('torch.')}"
-            found = self.lane.folder.array(name, self._unit, self._numel, dtype)
+            with self.lane.watch():
+                found = self.lane.folder.array(name, self._unit, self._numel, dtype)
             self._arrays[kind, dtype] = found
         return found
 

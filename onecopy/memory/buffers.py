@@ -40,6 +40,8 @@ TRIM_THRESHOLD_BYTES = 256 << 20
 # Blocks of this size and more come from the system where they are to go back to it.
 RETURNED_BYTES = 256 << 10
 HUGE_PAGE_BYTES = 2 << 20
+# Of memory that comes fresh from the system, what is larger than this asks for huge pages.
+_fresh_from = [MMAP_THRESHOLD_BYTES]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MADV_HUGEPAGE = -1, -3, 14
 
 
@@ -61,6 +63,7 @@ def reuse_freed_blocks() -> None:
     if library is not None:
         library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         library.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+        _fresh_from[0] = MMAP_THRESHOLD_BYTES
 
 
 def return_freed_blocks() -> None:
@@ -70,6 +73,7 @@ def return_freed_blocks() -> None:
         library.mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
         library.mallopt(M_TRIM_THRESHOLD, 2 * RETURNED_BYTES)
         library.malloc_trim(0)
+        _fresh_from[0] = 2 * HUGE_PAGE_BYTES
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -86,7 +90,7 @@ def grow(tensor: torch.Tensor) -> None:
 def want_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that nobody has touched yet: if it is large and in host memory, on huge pages."""
     is_real = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-    if tensor.nbytes >= MMAP_THRESHOLD_BYTES and is_real:
+    if tensor.nbytes >= _fresh_from[0] and is_real:
         library, address = _libc(), tensor.data_ptr()
         if library is not None:
             start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
