@@ -164,3 +164,45 @@ def test_a_gradient_that_is_held_keeps_its_values(pool: Pool, tmp_path: Path) ->
     for found in pool.run(2, held_gradients, str(tmp_path)):
         assert len(found) >= 3
         assert all(found)
+
+
+class Exchange(torch.optim.Optimizer):
+    """Two states that change their places, and one of the step before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for piece in self.param_groups[0]["params"]:
+            if piece.grad is None:
+                continue
+            state = self.state[piece]
+            if not state:
+                state.update(a=torch.zeros_like(piece), b=torch.ones_like(piece))
+                state.update(now=torch.zeros_like(piece), before=torch.zeros_like(piece))
+            state["a"].add_(piece.grad)
+            state["a"], state["b"] = state["b"], state["a"]
+            state["now"], state["before"] = piece.grad.clone(), state["now"]
+            piece.sub_(state["a"] + state["before"], alpha=0.01)
+
+
+def with_exchange(offload: Offload | None) -> list[torch.Tensor]:
+    """Weights after a few steps, in units of several chunks."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 99), torch.nn.Tanh(), torch.nn.Linear(99, 65))
+    optimizer = Exchange(model.parameters())
+    onecopy.shard(model, optimizer, stage=3, offload=offload)
+    for step in range(4):
+        model(torch.full((2, 64), 0.1 * step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+def test_states_may_change_their_places(pool: Pool, tmp_path: Path) -> None:
+    """An optimizer that exchanges tensors instead of their values."""
+    offload = replace(on_disk(tmp_path), buffer_bytes=1)
+    plain, swapped = pool.run(2, with_exchange, None), pool.run(2, with_exchange, offload)
+    for one, other in zip(plain, swapped, strict=True):
+        assert all(map(torch.equal, one, other))

@@ -89,6 +89,8 @@ class _Slot:
         self._folder = lane.folder
         self._memory = lane.folder.buffer(self.num_bytes)
         self._used = 0
+        # Addresses of what was taken: of the memory, and of what was too large for it.
+        self._storages = {self._memory.untyped_storage().data_ptr()}
         self.writes: list[Moving] = []
 
     def begin(self) -> None:
@@ -96,14 +98,21 @@ class _Slot:
         while self.writes:
             self.writes.pop().wait()
         self._used = 0
+        self._storages = {self._memory.untyped_storage().data_ptr()}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for some elements; more than there is where states are met for the first time."""
         num_bytes = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         begin, self._used = self._used, self._used + num_bytes
         if self._used > self._memory.numel():
-            return self._folder.buffer(num_bytes)[: numel * dtype.itemsize].view(dtype)
+            memory = self._folder.buffer(num_bytes)
+            self._storages.add(memory.untyped_storage().data_ptr())
+            return memory[: numel * dtype.itemsize].view(dtype)
         return self._memory[begin : begin + numel * dtype.itemsize].view(dtype)
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of this chunk."""
+        return value.untyped_storage().data_ptr() in self._storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +344,7 @@ class ChunkedStep:
         """Take what the optimizer keeps for a part; returns what is new and must be written."""
         made: list[tuple[Kind, _Part]] = []
         left = self._left.setdefault(part.piece, {})
-        for name, value in state.items():
+        for name, value in _apart(chunk, part, state, twin).items():
             if not _is_like(name, value, twin):
                 self._refuse_uncut(chunk, part, name, value)
                 left[name] = value
@@ -398,6 +407,22 @@ class ChunkedStep:
         if published is not None:
             slot.writes.append(published)
         return slot
+
+
+def _apart(chunk: _Chunk, part: _Part, state: dict[str, Any], twin: nn.Parameter) -> dict[str, Any]:
+    """What the optimizer keeps, so that putting one state into its place changes no other.
+
+    One may lie where another belongs: `state["old"], state["new"] = state["new"], state["old"]`.
+    """
+    apart = dict(state)
+    for name, value in state.items():
+        if not _is_like(name, value, twin):
+            continue
+        kind = _kind(name, value.dtype)
+        is_there = kind in chunk.tensors and chunk.of(kind, part).data_ptr() == value.data_ptr()
+        if not is_there and chunk.memory.holds(value):
+            apart[name] = value.clone()
+    return apart
 
 
 def _disk_of(unit: Unit) -> SliceOnDisk:
