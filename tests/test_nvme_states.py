@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,12 @@ def load_all(
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "world"),
-    [
-        (0, 3),  # another number of ranks than has saved it
-        (1, 2),
-        (2, 2),
-        (3, 2),
-        pytest.param(0, 2, marks=pytest.mark.slow),
-    ],
+@pytest.mark.sampled(
+    "number, world",
+    [(number, world) for number in range(len(SETTINGS)) for world in (2, 3)],
+    3,
+    # One is loaded by another number of ranks than has saved it.
+    always=[(0, 3), (2, 2)],
 )
 def test_checkpoints_go_from_tier_to_tier(
     pool: Pool, tmp_path: Path, number: int, world: int
@@ -296,8 +294,12 @@ def both_ways(run: Any, offload: Offload) -> list[Outcome]:
     return [run(None), run(offload)]
 
 
-@pytest.mark.parametrize("run", [thaw, of_several])
-@pytest.mark.parametrize("parameters", ["device", "nvme"])
+@pytest.mark.sampled(
+    "run, parameters",
+    list(itertools.product((thaw, of_several), ("device", "nvme"))),
+    2,
+    always=[(thaw, "device"), (of_several, "nvme")],
+)
 def test_what_is_trained_later_or_together(
     pool: Pool, tmp_path: Path, run: Any, parameters: str
 ) -> None:
