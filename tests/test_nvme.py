@@ -173,7 +173,7 @@ class Exchange(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for piece in self.param_groups[0]["params"]:
             if piece.grad is None:
                 continue
@@ -187,22 +187,34 @@ class Exchange(torch.optim.Optimizer):
             piece.sub_(state["a"] + state["before"], alpha=0.01)
 
 
-def with_exchange(offload: Offload | None) -> list[torch.Tensor]:
+def exchange(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    return [Exchange(model.parameters())]
+
+
+def two_of_one_kind(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """For the same parameters."""
+    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=by) for by in (0.5, 0.9)]
+
+
+def trained_by(make: Any, offload: Offload | None) -> list[torch.Tensor]:
     """Weights after a few steps, in units of several chunks."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 99), torch.nn.Tanh(), torch.nn.Linear(99, 65))
-    optimizer = Exchange(model.parameters())
-    onecopy.shard(model, optimizer, stage=3, offload=offload)
+    optimizers = make(model)
+    onecopy.shard(model, optimizers, stage=3, offload=offload)
     for step in range(4):
         model(torch.full((2, 64), 0.1 * step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
     return list(model.state_dict().values())
 
 
-def test_states_may_change_their_places(pool: Pool, tmp_path: Path) -> None:
-    """An optimizer that exchanges tensors instead of their values."""
+@pytest.mark.parametrize("make", [exchange, two_of_one_kind])
+def test_each_state_has_a_place_of_its_own(pool: Pool, tmp_path: Path, make: Any) -> None:
+    """Where an optimizer exchanges tensors, and where another one calls its states the same."""
     offload = replace(on_disk(tmp_path), buffer_bytes=1)
-    plain, swapped = pool.run(2, with_exchange, None), pool.run(2, with_exchange, offload)
+    plain, swapped = pool.run(2, trained_by, make, None), pool.run(2, trained_by, make, offload)
     for one, other in zip(plain, swapped, strict=True):
         assert all(map(torch.equal, one, other))

@@ -132,6 +132,17 @@ class ChunkedStep:
         # What the chunks of a piece have left so far in this step, by the names of its state.
         self._left: dict[nn.Parameter, dict[str, Any]] = {}
         self._slots: list[_Slot] = []
+        # By piece how many other optimizers had it before this one.
+        self._numbers: dict[nn.Parameter, int] = {}
+
+    def add(self, unit: Unit, piece: nn.Parameter) -> None:
+        """The optimizer has this piece, and others may have it, too.
+
+        Raises:
+            ConfigError: it may not be cut, and is larger than a chunk.
+        """
+        self.check_room(unit, piece)
+        self._numbers[piece] = _disk_of(unit).files.claim(piece)
 
     def check_room(self, unit: Unit, piece: nn.Parameter) -> None:
         """Refuse a piece that may not be cut and is larger than a chunk.
@@ -223,7 +234,7 @@ class ChunkedStep:
         files, place = _disk_of(unit).files, unit.slice.place_of(index)
         whole = torch.empty(place.numel, dtype=dtype)
         view = unit.slice.as_piece(index, whole.detach())
-        state = Swapped(files, _kind(name, dtype), place.start)
+        state = Swapped(files, self._kind(unit.slice.pieces[index], name, dtype), place.start)
         state.take(whole, (view,))
         state.leave()
         return state
@@ -274,10 +285,14 @@ class ChunkedStep:
         bytes_each += dtypes.master.itemsize + dtypes.gradient.itemsize
         return max(self._slots[0].num_bytes // bytes_each // ALIGNMENT, 1) * ALIGNMENT
 
+    def _kind(self, piece: nn.Parameter, name: str, dtype: torch.dtype) -> Kind:
+        """The kind of what the optimizer calls so: others may have a state of this name, too."""
+        return f"optimizer{self._numbers.get(piece) or ''}.{name}", dtype
+
     def _kinds_of(self, piece: nn.Parameter) -> list[Kind]:
         on_disk = self._on_disk.get(piece, {})
         return [
-            _kind(name, on_disk[name].whole.dtype)
+            self._kind(piece, name, on_disk[name].whole.dtype)
             for name in self._optimizer.state.get(piece, {})
             if name in on_disk
         ]
@@ -332,7 +347,7 @@ class ChunkedStep:
         """What the optimizer has kept for a part; of counters a copy, other parts need them too."""
         on_disk = self._on_disk.get(part.piece, {})
         return {
-            name: chunk.of(_kind(name, on_disk[name].whole.dtype), part)
+            name: chunk.of(self._kind(part.piece, name, on_disk[name].whole.dtype), part)
             if name in on_disk
             else copy.deepcopy(value)
             for name, value in self._optimizer.state[part.piece].items()
@@ -344,12 +359,12 @@ class ChunkedStep:
         """Take what the optimizer keeps for a part; returns what is new and must be written."""
         made: list[tuple[Kind, _Part]] = []
         left = self._left.setdefault(part.piece, {})
-        for name, value in _apart(chunk, part, state, twin).items():
+        for name, value in self._apart(chunk, part, state, twin).items():
             if not _is_like(name, value, twin):
                 self._refuse_uncut(chunk, part, name, value)
                 left[name] = value
                 continue
-            kind = _kind(name, value.dtype)
+            kind = self._kind(part.piece, name, value.dtype)
             left[name] = _OnDisk(value.dtype)
             if kind not in chunk.tensors:
                 chunk.tensors[kind] = chunk.memory.take(chunk.high - chunk.low, value.dtype)
@@ -361,6 +376,23 @@ class ChunkedStep:
         if part.last == part.piece.numel():
             self._finish(chunk.unit, part, self._left.pop(part.piece))
         return made
+
+    def _apart(
+        self, chunk: _Chunk, part: _Part, state: dict[str, Any], twin: nn.Parameter
+    ) -> dict[str, Any]:
+        """What the optimizer keeps, so that putting one state into its place changes no other.
+
+        One may lie where another belongs: `state["a"], state["b"] = state["b"], state["a"]`.
+        """
+        apart = dict(state)
+        for name, value in state.items():
+            if not _is_like(name, value, twin):
+                continue
+            kind = self._kind(part.piece, name, value.dtype)
+            is_there = kind in chunk.tensors and chunk.of(kind, part).data_ptr() == value.data_ptr()
+            if not is_there and chunk.memory.holds(value):
+                apart[name] = value.clone()
+        return apart
 
     def _refuse_uncut(self, chunk: _Chunk, part: _Part, name: str, value: Any) -> None:
         """What belongs to a whole piece cannot be kept of its parts."""
@@ -409,22 +441,6 @@ class ChunkedStep:
         return slot
 
 
-def _apart(chunk: _Chunk, part: _Part, state: dict[str, Any], twin: nn.Parameter) -> dict[str, Any]:
-    """What the optimizer keeps, so that putting one state into its place changes no other.
-
-    One may lie where another belongs: `state["old"], state["new"] = state["new"], state["old"]`.
-    """
-    apart = dict(state)
-    for name, value in state.items():
-        if not _is_like(name, value, twin):
-            continue
-        kind = _kind(name, value.dtype)
-        is_there = kind in chunk.tensors and chunk.of(kind, part).data_ptr() == value.data_ptr()
-        if not is_there and chunk.memory.holds(value):
-            apart[name] = value.clone()
-    return apart
-
-
 def _disk_of(unit: Unit) -> SliceOnDisk:
     disk = unit.slice.disk
     assert disk is not None, "only units that are on disk are stepped in chunks"
@@ -439,11 +455,6 @@ def _parts(unit: Unit, groups: Mapping[nn.Parameter, int], low: int, high: int) 
         if piece in groups and first < last:
             begin, end = first - place.start, last - place.start
             yield _Part(piece, index, groups[piece], first, begin, end)
-
-
-def _kind(name: str, dtype: torch.dtype) -> Kind:
-    """The kind of what the optimizer calls so: it may have a "master" of its own."""
-    return f"optimizer.{name}", dtype
 
 
 def _is_like(name: str, value: Any, piece: nn.Parameter) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -203,6 +203,12 @@ class SliceFiles:
         self.lane = lane
         self._unit, self._numel = unit, numel
         self._arrays: dict[Kind, SwapArray] = {}
+        self._claims: Counter[torch.Tensor] = Counter()
+
+    def claim(self, piece: torch.Tensor) -> int:
+        """How many optimizers have had this piece before; its states must not lie in theirs."""
+        self._claims[piece] += 1
+        return self._claims[piece] - 1
 
     def array(self, kind: str, dtype: torch.dtype) -> SwapArray:
         """That of one kind, made where there is none yet.

@@ -43,7 +43,7 @@ class UnitSteps:
             ConfigError: it is on disk, may not be cut, and is larger than the buffers.
         """
         if unit.slice.disk is not None:
-            self.chunked.check_room(unit, piece)
+            self.chunked.add(unit, piece)
         self._pieces.setdefault(unit, {}).setdefault(group, []).append(piece)
 
     def settle_states(self) -> None:
