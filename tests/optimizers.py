@@ -60,6 +60,20 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(p.grad, 1 - second)
 
 
+class Replacing(torch.optim.Optimizer):
+    """Gives parameters new memory instead of new values."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p - group["lr"] * p.grad
+
+
 class RowAndColumn(torch.optim.Optimizer):
     """Shampoo-like: preconditions a matrix from both sides. Its name tells nobody."""
 

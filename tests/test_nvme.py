@@ -16,6 +16,7 @@ from onecopy import Offload
 from onecopy.report.memory import measure, padded_numel
 from onecopy.report.states import StateBytes
 from tests import models
+from tests.optimizers import Replacing
 from tests.pool import Pool
 from tests.runs import Plan, Run, train
 from tests.test_offload import WAYS, check_equal
@@ -191,6 +192,10 @@ def exchange(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return [Exchange(model.parameters())]
 
 
+def replacing(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    return [Replacing(model.parameters())]
+
+
 def two_of_one_kind(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """For the same parameters."""
     return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=by) for by in (0.5, 0.9)]
@@ -211,9 +216,9 @@ def trained_by(make: Any, offload: Offload | None) -> list[torch.Tensor]:
     return list(model.state_dict().values())
 
 
-@pytest.mark.parametrize("make", [exchange, two_of_one_kind])
+@pytest.mark.parametrize("make", [exchange, replacing, two_of_one_kind])
 def test_each_state_has_a_place_of_its_own(pool: Pool, tmp_path: Path, make: Any) -> None:
-    """Where an optimizer exchanges tensors, and where another one calls its states the same."""
+    """Where an optimizer exchanges tensors, and where another one has states of the same names."""
     offload = replace(on_disk(tmp_path), buffer_bytes=1)
     plain, swapped = pool.run(2, trained_by, make, None), pool.run(2, trained_by, make, offload)
     for one, other in zip(plain, swapped, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import onecopy
 from tests import models, reference
-from tests.optimizers import Lion, Together, Trained, state_bytes, train
+from tests.optimizers import Lion, Replacing, Together, Trained, state_bytes, train
 from tests.pool import Pool
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
@@ -51,13 +51,15 @@ KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
     "rprop": (torch.optim.Rprop, {"lr": 1e-2}),
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 1, "alpha": 0.9}),
     "user_written": (Lion, {}),
+    "replacing": (Replacing, {}),
 }
 FUSED = ("adam", "adam_amsgrad", "adamw", "adamw_maximize", "sgd", "sgd_nesterov", "adagrad")
+USER_WRITTEN = ("user_written", "replacing")
 MODELS = ("mlp", "tied", "unused", "odd")
 TENSOR_LR = ("adam", "adamw", "sgd_nesterov", "rmsprop", "adamax", "radam")
 VARIANTS = [
     *((name, "plain") for name in KINDS),
-    *((name, "foreach") for name in KINDS if name != "user_written"),
+    *((name, "foreach") for name in KINDS if name not in USER_WRITTEN),
     *((name, "fused") for name in FUSED),
     *((name, "tensor_lr") for name in TENSOR_LR),
 ]
@@ -67,7 +69,7 @@ def make(kind: str, variant: str, model: nn.Module) -> Together:
     """The optimizer of this name; two groups, so that hyper-parameters stay with theirs."""
     rule, options = KINDS[kind]
     chosen = {
-        "plain": {} if kind == "user_written" else {"foreach": False},
+        "plain": {} if kind in USER_WRITTEN else {"foreach": False},
         "foreach": {"foreach": True},
         "fused": {"fused": True},
         # Single-tensor implementations take one on any device.

@@ -423,6 +423,8 @@ class Binding:
             for engine in engines:
                 units = [unit for unit, owner in self.units.items() if owner is engine]
                 for unit in units:
+                    if not unit.steps_alone:
+                        unit.slice.take_back()
                     unit.note_update()
                 engine.refresh(units)
 

@@ -232,6 +232,21 @@ class OwnedSlice:
         if was_split:
             self.rest()
 
+    def take_back(self) -> None:
+        """Pieces that an optimizer has given other memory (`p.data = ...`) lie here again.
+
+        With their values. Only while the master is in memory.
+        """
+        storage, first = self._master.untyped_storage()._cdata, self._master.storage_offset()
+        for place in self.places:
+            piece = self.pieces[place.index]
+            is_here = piece.untyped_storage()._cdata == storage
+            if is_here and piece.storage_offset() == first + place.start:
+                continue
+            part = self._part(place)
+            part.copy_(piece.detach())
+            piece.data = part
+
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the master in another dtype; pieces stay who they are."""
         if dtype != self._master.dtype:

@@ -22,11 +22,17 @@ def step_alone(
     pieces: dict[int, list[nn.Parameter]],
 ) -> None:
     """Let an optimizer update these pieces only, by number of their group in `groups`."""
+    memory = [(piece, piece.detach()) for group in pieces.values() for piece in group]
     with _once_for_all(optimizer):
         optimizer.param_groups = [
             {**group, "params": pieces.get(number, [])} for number, group in enumerate(groups)
         ]
         _plain_step(optimizer)(optimizer)
+    for piece, values in memory:
+        if piece.data_ptr() != values.data_ptr():
+            # The optimizer has given it other memory: `p.data = ...`.
+            values.copy_(piece.detach())
+            piece.data = values
 
 
 @contextmanager
