@@ -3,15 +3,18 @@
 Run as `python -m tests.ending_rank` with a JSON list of `Program` as its argument, for
 tests/test_async_save.py. It imports torch once, and then forks the ranks of all programs: they end
 as interpreters do. It prints the exit codes of each one's ranks. What a rank prints goes to files.
+tests/failing_disk_rank.py does the same with another `run`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,9 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
+from torch.distributed import TCPStore
 
+from tests.pool import RANK_ENVIRONMENT, REPOSITORY
 from tests.rank import die_with_parent
 
 
@@ -94,7 +99,7 @@ def _become(program: Program, rank: int) -> None:
         }
 
 
-def main() -> None:
+def main(run: Callable[[Program, int], None]) -> None:
     """Fork all ranks and wait for them; a forked one returns from here when it has run."""
     programs = [Program(**one) for one in json.loads(sys.argv[1])]
     ranks: dict[str, list[int]] = {program.how: [] for program in programs}
@@ -112,5 +117,25 @@ def main() -> None:
     print(json.dumps(ended))
 
 
+def ended(module: str, folders: dict[str, Path], ranks: dict[str, int]) -> dict[str, list[int]]:
+    """Run a module like this one; by how its programs are to end, the exit codes of their ranks."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in folders]
+    programs = [
+        Program(how=how, num_ranks=ranks[how], folder=str(folder), port=store.port)
+        for (how, folder), store in zip(folders.items(), stores, strict=True)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(list(map(asdict, programs)))],
+        env={**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)},
+        text=True,
+        capture_output=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    codes: dict[str, list[int]] = json.loads(done.stdout)
+    return codes
+
+
 if __name__ == "__main__":
-    main()
+    main(run)

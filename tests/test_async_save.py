@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
 import onecopy
 import onecopy.events
@@ -38,8 +35,7 @@ from onecopy.events import Event
 from onecopy.memory.host_buffer import MIN_BLOCK_BYTES, HostBuffer, HostTensor, _powers_of_two
 from onecopy.memory.live_tensors import LiveTensors
 from tests import ending_rank
-from tests.ending_rank import Program
-from tests.pool import RANK_ENVIRONMENT, REPOSITORY, Pool
+from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
 
 PRECISIONS: dict[str, Any] = {
@@ -595,22 +591,9 @@ ENDINGS = {"ends": 2, "keeps": 2, "raises": 2, "fails": 2, "alone": 1}
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], Path]]:
     """For each ending the exit codes of its ranks, and its folder."""
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in ENDINGS]
-    programs = [
-        Program(how=how, num_ranks=num, folder=str(tmp_path_factory.mktemp(how)), port=store.port)
-        for (how, num), store in zip(ENDINGS.items(), stores, strict=True)
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", ending_rank.__name__, json.dumps(list(map(asdict, programs)))],
-        env={**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)},
-        text=True,
-        capture_output=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout)
-    return {program.how: (codes[program.how], Path(program.folder)) for program in programs}
+    folders = {how: tmp_path_factory.mktemp(how) for how in ENDINGS}
+    codes = ending_rank.ended(ending_rank.__name__, folders, ENDINGS)
+    return {how: (codes[how], folder) for how, folder in folders.items()}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 import onecopy
 from onecopy import Offload
 from onecopy.errors import CheckpointError, SwapError
+from tests import ending_rank
 from tests.pool import Pool, RankError
 
 WIDTH = 48
@@ -59,6 +61,11 @@ def failing(number: int) -> Callable[..., int]:
     return fail
 
 
+def kill(*_: object) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
 def ends_early(*_: object) -> int:
     return 0
 
@@ -69,6 +76,7 @@ DISKS: dict[str, tuple[Any, Any]] = {
     "cannot be written": (None, failing(errno.EIO)),
     "is full": (None, failing(errno.ENOSPC)),
     "ends early": (ends_early, None),
+    "kills": (None, kill),
 }
 WORDS = {
     # A write that shares a block with its neighbour reads that block before.
@@ -145,6 +153,16 @@ CASES = [
     ("cannot be written", "step", 5),
     ("is full", "first step", 2),
 ]
+# What befalls rank VICTIM of two, by a name of each; see tests/failing_disk_rank.py.
+VICTIM = 1
+FAULTS = {
+    "forward": ("cannot be read", "forward", 0),
+    "backward": ("cannot be written", "backward", 0),
+    "step": ("cannot be read", "step", 0),
+    "first step": ("is full", "first step", 2),
+    "killed": ("kills", "step", 2),
+}
+SLOW = {"backward", "step"}
 
 
 @pytest.mark.parametrize("disk, where, after", CASES)
@@ -162,3 +180,43 @@ def test_a_disk_that_fails(pool: Pool, tmp_path: Path, disk: str, where: str, af
     assert "rank 0: " in message and "of unit " in message and ".swap" in message
     for losses, expected in pool.run(1, go_on, root, path):
         assert losses == expected
+
+
+@pytest.fixture(scope="module")
+def ended(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[list[int], Path]]:
+    """For each fault the exit codes of two ranks, of which one had it, and their folder."""
+    faults = FAULTS if request.config.getoption("all") else set(FAULTS) - SLOW
+    folders = {fault: tmp_path_factory.mktemp(fault.replace(" ", "-")) for fault in faults}
+    for folder in folders.values():
+        (folder / "states").mkdir()
+    codes = ending_rank.ended("tests.failing_disk_rank", folders, dict.fromkeys(folders, 2))
+    return {fault: (codes[fault], folder) for fault, folder in folders.items()}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in FAULTS]
+)
+def test_the_other_rank_ends_too(
+    pool: Pool, ended: dict[str, tuple[list[int], Path]], fault: str
+) -> None:
+    """Neither hangs; the other says what the first has met, and no files of them stay."""
+    codes, folder = ended[fault]
+    other, victim = ((folder / f"{rank}.err").read_text() for rank in (0, VICTIM))
+    last = other.strip().splitlines()[-1]
+    left = list((folder / "states").iterdir())
+    if fault == "killed":
+        assert codes == [1, -signal.SIGKILL], other
+        assert "CommunicationError: the process of rank 1 has ended without a word" in last, other
+        assert len(left) == 1, "what a killed process leaves is there until the next one comes"
+        for losses, expected in pool.run(2, go_on, folder / "saved", folder / "states"):
+            assert losses == expected
+        assert left[0] not in (folder / "states").iterdir()
+        return
+    assert codes == [1, 1], (other, victim)
+    words = rf"SwapError: rank 1: {WORDS[FAULTS[fault][0]]}"
+    assert re.search(words, victim.strip().splitlines()[-1]), victim
+    assert re.search(rf"CommunicationError: rank 1 has ended with an error: {words}", last), other
+    assert not left

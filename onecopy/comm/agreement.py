@@ -5,8 +5,8 @@ as long as they do the same. A transfer that the schedule does not foresee is fi
 vote: each rank posts its wish for the position to the process group's store. All wish the same:
 go on. One differs: every rank raises `DivergenceError` at once. One is missing: it may merely be
 late (it compiles, it loads data), so it is waited for (`watchdog.py` tells of it), and an error
-only when it has ended (each rank says so at its end, and of one that was killed the others on its
-machine do) or when the process group's timeout is over.
+only when it has ended (each rank says so at its end, and which error has brought it about; of one
+that was killed the others on its machine say so) or when the process group's timeout is over.
 
 Transfers that the schedule foresees are only counted. A rank that makes no progress for a moment
 looks at the positions that the others have posted and casts its votes for them afterwards: so a
@@ -16,6 +16,7 @@ rank blocked in a scheduled transfer also finds out, and the watching thread int
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -40,6 +41,8 @@ LOOK_AT_MOST_EVERY = 5.0
 GONE_WITHIN = 0.5
 LOOKS_FOR_GONE = 20
 HISTORY = 65_536
+# Characters of another rank's error.
+LONGEST_FAILURE = 2_000
 _STORE_IS_GONE = (
     "the process group's store is gone ({}): the rank that holds it, most often rank 0, has ended; "
     "its own output says why"
@@ -100,7 +103,7 @@ class Agreement:
 
         Raises:
             DivergenceError: a rank wishes something else, or did not come in time.
-            CommunicationError: a rank was killed.
+            CommunicationError: a rank was killed, or has ended with an error.
         """
         self.scheduled(wish)
         if self._store is None:
@@ -130,7 +133,7 @@ class Agreement:
 
         Raises:
             DivergenceError: the wait failed because ranks had diverged.
-            CommunicationError: it failed because a rank was killed.
+            CommunicationError: it failed because a rank was killed, or ended with an error.
         """
         self._is_blocked = True
         try:
@@ -142,10 +145,13 @@ class Agreement:
         finally:
             self._is_blocked = False
 
-    def close(self) -> None:
-        """Tell the others that this rank takes part no longer."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Tell the others that this rank takes part no longer, and what has ended it."""
         if self._store is not None:
             try:
+                if failure is not None:
+                    text = f"{type(failure).__name__}: {failure}"[:LONGEST_FAILURE]
+                    self._store.set(f"failure/{self._group.rank}", text)
                 self._store.set(f"at/{self._group.rank}", f"-1|{self.position}")
             except RuntimeError:
                 # The store lives on another rank that has already ended: nobody is left to tell.
@@ -220,7 +226,7 @@ class Agreement:
                 self._read_verdict()
             if now > look_at:
                 look_at = now + LOOK_AFTER
-                self._look_for_killed()
+                self._look_for_lost()
             if now - started > timeout:
                 self._fail(self._describe_wait(position, now - started) + ". Giving up")
         self._raise_verdict()
@@ -267,24 +273,29 @@ class Agreement:
             if at > 0:
                 self._vote(at)
             elif at < 0 and int(wish) < position and self._is_waiting:
+                # The first verdict counts.
+                self._fail_for_error(rank)
                 self._fail(
                     f"rank {self._group.ranks[rank]} has ended after {wish} uses of units, but "
                     f"rank {self._group.ranks[self._group.rank]} is at use {position}, "
                     f"{self._wish_at(position)}: give every rank the same number of batches, and "
                     "call on every rank what all do together"
                 )
-        self._look_for_killed()
+        self._look_for_lost()
         self._read_verdict()
 
-    def _look_for_killed(self) -> None:
-        """Fail for a rank of this machine whose process has ended, but which has not said so."""
+    def _look_for_lost(self) -> None:
+        """Fail for a rank that an error has ended, or one of this machine that was killed."""
         if self._store is None or self._verdict is not None:
             return
         try:
             for rank, (at, _) in self._positions().items():
                 if rank not in self._processes:
                     self._processes[rank] = self._store.get(f"process/{rank}").decode()
-                if at < 0 or not has_ended(self._processes[rank]):
+                if at < 0:
+                    self._fail_for_error(rank)
+                    continue
+                if not has_ended(self._processes[rank]):
                     continue
                 # It may have said so just now.
                 if self._positions()[rank][0] >= 0:
@@ -297,6 +308,17 @@ class Agreement:
         except RuntimeError:
             self._read_verdict()
 
+    def _fail_for_error(self, rank: int) -> None:
+        """Fail for a rank that has ended, if it was by an error."""
+        assert self._store is not None, "only ranks with a store hear of others"
+        key = f"failure/{rank}"
+        if self._store.check([key]):
+            failure = self._store.get(key).decode()
+            self._fail(
+                f"rank {self._group.ranks[rank]} has ended with an error: {failure}",
+                CommunicationError,
+            )
+
     def _explain_failure(self) -> None:
         """A transfer has failed: is there a verdict, or is one due?
 
@@ -307,7 +329,7 @@ class Agreement:
         for _ in range(LOOKS_FOR_GONE):
             if self._store is None or self._verdict is not None:
                 return
-            self._look_for_killed()
+            self._look_for_lost()
             time.sleep(GONE_WITHIN / LOOKS_FOR_GONE)
 
     def _start_watching(self) -> None:
@@ -354,4 +376,5 @@ def _close_at_exit(
     thread.join(timeout=1.0)
     agreement = reference()
     if agreement is not None:
-        agreement.close()
+        # Set where nobody has caught an error of the main thread.
+        agreement.close(getattr(sys, "last_value", None))

@@ -27,7 +27,7 @@ from onecopy.core.guard import is_guarded
 from onecopy.core.optimizer_state import COUNTERS
 from onecopy.core.step_alone import step_alone
 from onecopy.core.swapped import Swapped
-from onecopy.errors import ConfigError, ShardingError
+from onecopy.errors import ConfigError, ShardingError, SwapError
 
 if TYPE_CHECKING:
     from onecopy.core.slice_on_disk import SliceOnDisk
@@ -186,6 +186,11 @@ class ChunkedStep:
                     free.append(self._update(waiting.popleft()))
             while waiting:
                 self._update(waiting.popleft())
+        except SwapError:
+            # To wait for the other writes would raise that, too, and hide what came first.
+            for slot in self._slots:
+                slot.writes.clear()
+            raise
         finally:
             for slot in self._slots:
                 slot.begin()
