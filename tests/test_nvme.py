@@ -223,3 +223,60 @@ def test_each_state_has_a_place_of_its_own(pool: Pool, tmp_path: Path, make: Any
     plain, swapped = pool.run(2, trained_by, make, None), pool.run(2, trained_by, make, offload)
     for one, other in zip(plain, swapped, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+class Hidden(torch.optim.Optimizer):
+    """Momentum in an attribute, and counters that are changed in place."""
+
+    def __init__(self, parameters: Any, *, hides: bool) -> None:
+        super().__init__(parameters, {"lr": 0.05, "count": torch.zeros(1)})
+        self.buffers: dict[Any, torch.Tensor] = {}
+        self.box = {"steps": 0}
+        self.hides = hides
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.box["steps"] += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                kept = self.buffers if self.hides else self.state[one]
+                buffer = kept.setdefault(one if self.hides else "buffer", torch.zeros_like(one))
+                buffer.mul_(0.9).add_(one.grad)
+                one.sub_(buffer * group["lr"] / group["count"] / self.box["steps"])
+
+
+def hidden(path: str, hides: str) -> list[list[float]]:
+    """Losses with states on the device, in host memory and on disk, and the counters."""
+    found = []
+    for offload in (None, Offload(optimizer="host"), on_disk(Path(path))):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
+        optimizer = Hidden(model.parameters(), hides=bool(hides))
+        onecopy.shard(model, optimizer, stage=2, units=("0", "1", "2"), offload=offload)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 40)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        count = optimizer.param_groups[0]["count"]
+        found.append([*losses, float(count), float(optimizer.box["steps"])])
+    return found
+
+
+def test_counters_advance_once_a_step(pool: Pool, tmp_path: Path) -> None:
+    """Also those that are changed in place: in a tensor of a group, in a dict."""
+    for found in pool.run(2, hidden, str(tmp_path), ""):
+        assert found[0] == found[1] == found[2]
+        assert found[0][-2:] == [3.0, 3.0]
+
+
+def test_states_outside_of_state_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """They would be new ones in each chunk."""
+    first, *_ = pool.run(2, hidden, str(tmp_path), "hides", expect_failures=True)
+    assert "'buffers'" in str(first)
+    assert "self.state[parameter]" in str(first)

@@ -332,12 +332,26 @@ class ChunkedStep:
             twins.setdefault(part.group, []).append(twin)
             stepped.append((part, twin))
         step_alone(worker, self._optimizer.param_groups, twins)
+        self._refuse_hidden_states(worker, stepped)
         made = [
             one
             for part, twin in stepped
             for one in self._keep(chunk, part, twin, worker.state.get(twin, {}))
         ]
         return self._write(chunk, made)
+
+    def _refuse_hidden_states(
+        self, worker: torch.optim.Optimizer, stepped: Iterable[tuple[_Part, nn.Parameter]]
+    ) -> None:
+        """What is kept outside of `state` would be lost with the stand-ins that it belongs to."""
+        for name, value in vars(worker).items():
+            if isinstance(value, dict) and value is not worker.state:
+                if any(twin in value for _, twin in stepped):
+                    raise ShardingError(
+                        f"{type(self._optimizer).__name__} keeps something for each parameter in "
+                        f"its attribute {name!r}, where it cannot be found and kept on disk. Keep "
+                        'it in self.state[parameter], or say optimizer="host" in Offload'
+                    )
 
     def _gradient(self, chunk: _Chunk, part: _Part) -> torch.Tensor:
         gradient, gradients = part.piece.grad, chunk.unit.gradients

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = ["step_alone"]
@@ -25,7 +26,8 @@ def step_alone(
     memory = [(piece, piece.detach()) for group in pieces.values() for piece in group]
     with _once_for_all(optimizer):
         optimizer.param_groups = [
-            {**group, "params": pieces.get(number, [])} for number, group in enumerate(groups)
+            {**_apart(group), "params": pieces.get(number, [])}
+            for number, group in enumerate(groups)
         ]
         _plain_step(optimizer)(optimizer)
     for piece, values in memory:
@@ -44,6 +46,7 @@ def _once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     kept = dict(vars(optimizer))
     try:
+        vars(optimizer).update(_apart(kept))
         for name in HOOKS:
             # A subclass that calls the step of its parent comes to the hooks once more.
             setattr(optimizer, name, OrderedDict())
@@ -51,6 +54,20 @@ def _once_for_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(kept)
+
+
+def _apart(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings or attributes, with copies of what counts in place: numbers in tensors and lists."""
+    return {name: _copy(value) for name, value in settings.items()}
+
+
+def _copy(value: Any) -> Any:
+    if type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad:
+        return value.clone()
+    numbers = value.values() if type(value) is dict else value if type(value) is list else ()
+    if numbers and all(type(one) in (int, float, bool) for one in numbers):
+        return value.copy()
+    return value
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
