@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -305,8 +305,22 @@ class _BoxOf:
         self.key, self.shape, self.numel = key, shape, box.numel
         self._box, self._target = box, target
 
-    def boxes(self) -> Iterator[tuple[Box, Callable[[], torch.Tensor]]]:
-        yield self._box, lambda: self._target
+    def boxes(self) -> Iterator[tuple[Box, _PartOf]]:
+        yield self._box, _PartOf(self._target)
+
+
+class _PartOf:
+    """What LoadRanges asks of a part."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def window(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        places = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+        return self._target[places]
+
+    def take(self, offsets: Sequence[int], window: torch.Tensor) -> None:
+        """It was written to as it is."""
 
 
 def boxes_within(shape: tuple[int, int, int]) -> Iterator[Box]:
