@@ -134,5 +134,7 @@ def test_states_are_five_times_the_memory(
     peak = sum(one.peak for one in limited)
     print(f"{states / peak:.1f} times: {states:,} bytes of states, {peak:,} of memory")
     assert states >= TIMES * peak
-    assert all("memory" in one.error for one in stopped), stopped
+    # One runs out of memory; the other may hear only that its peer has gone.
+    assert all(one.error for one in stopped), stopped
+    assert any("memory" in one.error for one in stopped), stopped
     assert not list(folder.iterdir()), "files were left"
