@@ -25,8 +25,8 @@ from torch import nn
 
 from onecopy.core.guard import is_guarded
 from onecopy.core.optimizer_state import COUNTERS
-from onecopy.core.step_alone import step_alone
 from onecopy.core.swapped import Swapped
+from onecopy.core.worker import Worker
 from onecopy.errors import ConfigError, ShardingError, SwapError
 
 if TYPE_CHECKING:
@@ -320,33 +320,29 @@ class ChunkedStep:
         for moving in chunk.reads:
             moving.wait()
         kind = _disk_of(chunk.unit).master_kind
-        worker = object.__new__(type(self._optimizer))
-        vars(worker).update(vars(self._optimizer), state=defaultdict(dict))
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         twins: dict[int, list[nn.Parameter]] = {}
-        stepped: list[tuple[_Part, nn.Parameter]] = []
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
         for part in chunk.parts:
             twin = nn.Parameter(chunk.of(kind, part), requires_grad=part.piece.requires_grad)
-            twin.grad = self._gradient(chunk, part).to(twin.dtype)
+            gradients[twin] = self._gradient(chunk, part)
             if part.piece in self._optimizer.state:
-                worker.state[twin] = self._state_of(chunk, part)
+                state[twin] = self._state_of(chunk, part)
             twins.setdefault(part.group, []).append(twin)
-            stepped.append((part, twin))
-        step_alone(worker, self._optimizer.param_groups, twins)
-        self._refuse_hidden_states(worker, stepped)
+        Worker(self._optimizer, state, self._optimizer.param_groups).step(twins, gradients)
+        self._refuse_hidden_states(gradients)
         made = [
             one
-            for part, twin in stepped
-            for one in self._keep(chunk, part, twin, worker.state.get(twin, {}))
+            for part, twin in zip(chunk.parts, gradients, strict=True)
+            for one in self._keep(chunk, part, twin, state.get(twin, {}))
         ]
         return self._write(chunk, made)
 
-    def _refuse_hidden_states(
-        self, worker: torch.optim.Optimizer, stepped: Iterable[tuple[_Part, nn.Parameter]]
-    ) -> None:
+    def _refuse_hidden_states(self, twins: Iterable[nn.Parameter]) -> None:
         """What is kept outside of `state` would be lost with the stand-ins that it belongs to."""
-        for name, value in vars(worker).items():
-            if isinstance(value, dict) and value is not worker.state:
-                if any(twin in value for _, twin in stepped):
+        for name, value in vars(self._optimizer).items():
+            if isinstance(value, dict) and value is not self._optimizer.state:
+                if any(twin in value for twin in twins):
                     raise ShardingError(
                         f"{type(self._optimizer).__name__} keeps something for each parameter in "
                         f"its attribute {name!r}, where it cannot be found and kept on disk. Keep "

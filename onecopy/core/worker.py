@@ -1,7 +1,7 @@
-"""An object of the user's optimizer class that updates stand-ins of pieces, in another thread.
+"""An object of the user's optimizer class that updates stand-ins of pieces.
 
-It has settings of its own, as they were when it was made: what the loop does meanwhile (a
-scheduler, `zero_grad`, the next backward) does not meet it.
+Where it does so in another thread it has settings of its own, as they were when it was made: what
+the loop does meanwhile (a scheduler, `zero_grad`, the next backward) does not meet it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Worker:
 
     Args:
         state: what it keeps, by stand-in.
-        groups: the settings of each group, without "params"; its own copies.
+        groups: the settings of each group; in another thread copies.
         attributes: the optimizer's, where it is to have others than those of now.
     """
 
