@@ -149,7 +149,9 @@ def test_what_signals_mean() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_no_process_outlives_its_launcher(how: signal.Signals) -> None:
-    program = "from onecopy.launcher import launch; from tests.test_launcher import sleep; "
+    # Shells start what they put into the background deaf to SIGINT, tests among it.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from onecopy.launcher import launch; from tests.test_launcher import sleep; "
     outer = subprocess.Popen(
         [sys.executable, "-c", program + "launch(sleep, 2, 60.0)"],
         stdout=subprocess.PIPE,
