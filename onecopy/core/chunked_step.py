@@ -28,6 +28,7 @@ from onecopy.core.optimizer_state import COUNTERS
 from onecopy.core.swapped import Swapped
 from onecopy.core.worker import Worker
 from onecopy.errors import ConfigError, ShardingError, SwapError
+from onecopy.memory.direct_io import ALIGNMENT, aligned
 
 if TYPE_CHECKING:
     from onecopy.core.slice_on_disk import SliceOnDisk
@@ -41,8 +42,6 @@ Work = dict["Unit", dict[int, list[nn.Parameter]]]
 
 # Read, updated, written.
 NUM_SLOTS = 3
-# Elements: chunks begin where direct transfers may begin, whatever the size of an element.
-ALIGNMENT = 4096
 # Before the first step nobody knows what the optimizer keeps: two tensors like the master, as Adam.
 EXPECTED_STATES = 2
 
@@ -102,7 +101,7 @@ class _Slot:
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for some elements; more than there is where states are met for the first time."""
-        num_bytes = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        num_bytes = aligned(numel * dtype.itemsize)
         begin, self._used = self._used, self._used + num_bytes
         if self._used > self._memory.numel():
             memory = self._folder.buffer(num_bytes)
@@ -288,6 +287,7 @@ class ChunkedStep:
         if len(states) < EXPECTED_STATES:
             bytes_each = EXPECTED_STATES * dtypes.master.itemsize
         bytes_each += dtypes.master.itemsize + dtypes.gradient.itemsize
+        # Chunks of so many elements begin where direct transfers may, whatever their size.
         return max(self._slots[0].num_bytes // bytes_each // ALIGNMENT, 1) * ALIGNMENT
 
     def _kind(self, piece: nn.Parameter, name: str, dtype: torch.dtype) -> Kind:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.config import Offload
 from onecopy.core.loss_scale import make_loss_scale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.precision import dtypes_of
@@ -85,6 +86,8 @@ class Engine:
         self._patterns: dict[tuple[bool, ...], int] = {}
         self.forwards: list[Hashable] = []
         self._held = 0
+        # Gathers send what is on disk.
+        self._reads_ahead = isinstance(config.offload, Offload) and config.offload.path is not None
         # Gathered units that somebody has demanded, in order.
         self._live: dict[Unit, None] = {}
         self._wishes = [f"unit {unit.name} ({type(unit.module).__name__})" for unit in self.units]
@@ -247,9 +250,10 @@ class Engine:
             agreement.scheduled(wish)
         else:
             agreement.agree(wish)
-        for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
-            if other.state is UnitState.SHARDED:
-                other.slice.start_fetch()
+        if self._reads_ahead:
+            for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
+                if other.state is UnitState.SHARDED:
+                    other.slice.start_fetch()
         if unit.state is UnitState.SHARDED:
             unit.start_gather()
         self._prefetch()

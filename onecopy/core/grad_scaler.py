@@ -79,14 +79,10 @@ def agree_by_hand(
 
 def _unscale(gradients: Gradients, inverse: torch.Tensor) -> torch.Tensor:
     """Multiply the owned means of a unit; 0-d, above 0 where one is not finite."""
-    pieces, found = (
-        gradients.unit.slice.pieces.values(),
-        torch.zeros((), device=gradients.mean.device),
-    )
-    means = [gradients.mean.at_rest(piece.grad) for piece in pieces if piece.grad is not None]
-    torch._amp_foreach_non_finite_check_and_unscale_(
-        means, found, inverse.to(gradients.mean.device)
-    )
+    mean, pieces = gradients.mean, gradients.unit.slice.pieces.values()
+    found = torch.zeros((), device=mean.device)
+    means = [mean.at_rest(piece.grad) for piece in pieces if piece.grad is not None]
+    torch._amp_foreach_non_finite_check_and_unscale_(means, found, inverse.to(mean.device))
     return found
 
 

@@ -176,8 +176,11 @@ class OwnedMean:
 
     def put_away(self, *, behind: bool = False) -> None:
         """The mean goes to disk, where it is to be; `behind`: the write may go on."""
-        disk, mean = self._unit.slice.disk, self.value
-        if disk is None or not disk.has_gradients or mean is None:
+        disk = self._unit.slice.disk
+        if disk is None or not disk.has_gradients:
+            return
+        mean = self.value
+        if mean is None:
             return
         kind = (MEAN, mean.dtype)
         views = [piece.grad for _, piece in self.owned if piece.grad is not None]

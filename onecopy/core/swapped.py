@@ -224,11 +224,6 @@ class SliceFiles:
             self._arrays[kind, dtype] = found
         return found
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all arrays."""
-        return sum(one.nbytes for one in self._arrays.values())
-
 
 class Swapped:
     """Values that rest on disk; see the module's docstring.
