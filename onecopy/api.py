@@ -17,6 +17,7 @@ from onecopy import handle
 from onecopy.comm import groups as comm_groups
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
+from onecopy.comm.nodes import find_nodes, make_groups
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import Config, Offload
 from onecopy.core import build
@@ -37,7 +38,7 @@ from onecopy.core.partition import assign_owners, find_units
 from onecopy.core.precision import check_master
 from onecopy.core.pretrained import read_pieces
 from onecopy.core.restore import restore_models
-from onecopy.core.stages import STAGES
+from onecopy.core.stages import stage_of
 from onecopy.core.state_dict import add_state_dict_hooks
 from onecopy.core.step_in_backward import check_step_in_backward
 from onecopy.core.tiling import refuse_replaced
@@ -81,6 +82,16 @@ class Pending(Protocol):
 
     def settle(self) -> None:
         """Wait for it, and raise what has become of it; all ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Among whom a model is sharded: all, the nodes that they are in, and who watches over them."""
+
+    world: Group
+    nodes: tuple[tuple[int, ...], ...]
+    mesh: DeviceMesh | ImaginedWorld | None
+    watchdog: Watchdog | None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -161,13 +172,14 @@ def shard(
         for one, specs in zip(models, units, strict=True):
             comm_groups.check_backend(world, specs[0].device)
             check_equal(world, one, config, [_described(spec) for spec in specs])
+        nodes = find_nodes(world, mesh, config.node_size)
         config, choice = choose_stage(config, world, units, optimizer_of)
         if choice is None:
             check_room(config, world, units, optimizer_of)
         else:
             announce(choice.reason, world)
         for one, specs in zip(models, units, strict=True):
-            _shard_one(one, specs, world, mesh, config, watchdog)
+            _shard_one(one, specs, Ranks(world, nodes, mesh, watchdog), config)
     elif len(sharded) < len(models) or not optimizers:
         raise ShardingError(
             f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
@@ -425,25 +437,28 @@ def _units_of(model: nn.Module, optimizer_of: OptimizerOf, config: Config) -> li
 def _shard_one(
     model: nn.Module,
     specs: list[UnitSpec],
-    world: Group,
-    mesh: DeviceMesh | ImaginedWorld | None,
+    ranks: Ranks,
     config: Config,
-    watchdog: Watchdog | None,
 ) -> None:
+    world = ranks.world
     device = specs[0].device
     if device.type == "cpu":
         is_short = isinstance(config.offload, Offload) and config.offload.optimizer == "nvme"
         (buffers.return_freed_blocks if is_short else buffers.reuse_freed_blocks)()
     events = Events(config.sinks)
     number, key = number_of_model(world)
-    groups = comm_groups.make_groups(world, cut=STAGES[config.stage_number].shards_anything)
+    native = comm_groups.has_native_collectives(world, device)
+    stage = stage_of(config.chosen_stage)
+    # Native collectives over all ranks know the links themselves.
+    in_hops = stage.needs_nodes or not native
+    groups = make_groups(world, stage.optimizer, ranks.nodes, in_hops=in_hops)
     collectives = Collectives(
         groups,
         key=key,
         model_number=number,
-        native=comm_groups.has_native_collectives(world, device),
+        native=native,
         events=events,
-        watchdog=watchdog,
+        watchdog=ranks.watchdog,
     )
     with torch.no_grad():
         if any(build.unmade(model)):
@@ -451,7 +466,7 @@ def _shard_one(
         for buffer in model.buffers():
             collectives.broadcast(buffer)
         specs = assign_owners(specs, groups.shard.size)
-        releases = STAGES[config.stage_number].releases
+        releases = stage.releases
         specs = place_units(
             specs, config, releases=releases, rank=world.ranks[world.rank], events=events
         )
@@ -461,7 +476,7 @@ def _shard_one(
             read_pieces(engine, sources)
     announce(describe(engine), world)
     backward = Backward(engine)
-    owner = Handle(engine, backward, Hooks(engine, backward), events, mesh)
+    owner = Handle(engine, backward, Hooks(engine, backward), events, ranks.mesh)
     setattr(model, handle.ATTRIBUTE, owner)
     _add_methods(model, owner)
     owner.handles += add_state_dict_hooks(model, engine)

@@ -22,8 +22,22 @@ __all__ = ["Config", "Offload", "Precision"]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "bf16+16", "bf16")
-STAGES = (0, 1, 2, 3)
 AUTO = "auto"
+# How far a state is cut, from not at all on; a stage says it of parameters, gradients and optimizer
+# states.
+CUTS = ("whole", "node", "world")
+STAGES = {
+    0: "whole/whole/whole",
+    1: "whole/whole/world",
+    2: "whole/world/world",
+    3: "world/world/world",
+}
+HYBRIDS = {
+    "mics": "node/node/node",
+    "hsdp": "node/node/node",
+    "hfsdp": "node/node/world",
+    "hpz": "node/world/world",
+}
 SAVED_TENSORS = ("auto", "always")
 # From the fastest and smallest to the slowest and largest.
 TIERS = ("device", "host", "nvme")
@@ -262,6 +276,11 @@ class Config:
     stage: 0 keeps every state whole on every rank (plain data parallel), 1 cuts optimizer states,
         2 also gradients, 3 also parameters (Rajbhandari et al. 2020, sections 5 and 7). "auto" lets
         `shard` ask the planner: of those that fit into `memory`, the one that sends least.
+        Where ranks are in nodes: "hpz" is 3 with a second copy of the parameters in each node,
+        "mics" (or "hsdp") cuts all states inside a node only, "hfsdp" optimizer states over all
+        ranks and the rest inside a node; any other choice is written as three cuts, of parameters,
+        gradients and optimizer states, as in "whole/node/world". See docs/slow-networks.md.
+    node_size: how many ranks a node has, where that is not what torchrun says; 1 or more.
     memory: for stage="auto", what the device of one rank can hold, "80GiB" or bytes; None means
         what the accelerator has. 70 % of it may go to model states and buffers.
     precision: "fp32", "bf16", "fp16" or a `Precision`; None keeps the parameters' own dtypes.
@@ -296,6 +315,7 @@ class Config:
     """
 
     stage: int | str = 3
+    node_size: int | None = None
     memory: int | str | None = None
     precision: Precision | str | None = None
     units: tuple[str, ...] | None = None
@@ -311,7 +331,8 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_choice("stage", self.stage, (*STAGES, AUTO))
+        _check_stage(self.stage)
+        _check_node_size(self.node_size)
         _check_memory(self)
         _check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
         if not isinstance(self.whole_parameters, bool):
@@ -416,9 +437,9 @@ class Config:
         return self.origins.get(name, "default" if is_default else "config object")
 
     @property
-    def stage_number(self) -> int:
-        """`stage` where it is a number, which it is from the moment at which `shard` cuts."""
-        assert isinstance(self.stage, int), "shard has asked the planner what auto means"
+    def chosen_stage(self) -> int | str:
+        """`stage`, which is not "auto" any more from the moment at which `shard` cuts."""
+        assert self.stage != AUTO, "shard has asked the planner what auto means"
         return self.stage
 
     @property
@@ -468,6 +489,30 @@ def _settings_of(record: type[Config | Offload | Precision]) -> dict[str, Field[
     return {item.name: item for item in fields(record) if item.init}
 
 
+def _check_stage(stage: int | str) -> None:
+    """A number, "auto", a preset, or three cuts of which none is coarser than the one before."""
+    cuts = stage.split("/") if isinstance(stage, str) else []
+    if len(cuts) != 3:
+        _check_choice("stage", stage, (*STAGES, AUTO, *HYBRIDS))
+        return
+    for cut, what in zip(cuts, ("parameters", "gradients", "optimizer states"), strict=True):
+        _check_choice(f"stage={stage!r}: what it says of {what}", cut, CUTS)
+    if sorted(cuts, key=CUTS.index) != cuts:
+        raise ConfigError(
+            f"stage={stage!r} cuts parameters, gradients and optimizer states in this order: what "
+            "comes first may not be cut further than what comes after it, as who updates a part "
+            "needs that part of the others"
+        )
+
+
+def _check_node_size(size: object) -> None:
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ConfigError(
+            f"node_size={size!r}: give the number of ranks in a node, 1 or more, or None for what "
+            "torchrun says"
+        )
+
+
 def _check_memory(config: Config) -> None:
     if config.memory is None:
         return
@@ -477,7 +522,7 @@ def _check_memory(config: Config) -> None:
             f'memory={config.memory!r}: give a size such as "80GiB", or a number of bytes'
         )
     _ = config.capacity
-    if isinstance(config.stage, int):
+    if config.stage != AUTO:
         raise ConfigError(
             f'memory={config.memory!r} is read for stage="auto" only, and stage is '
             f"{config.stage}: leave one of the two out"

@@ -72,6 +72,7 @@ class Event(NamedTuple):
         it). Of a save in the background, "background".
     value: of scale the loss scale from now on; of a swap with the disk how many seconds ago it has
         ended.
+    across_bytes: of num_bytes that travel to other ranks, those that leave this rank's node.
     """
 
     kind: Kind
@@ -82,6 +83,7 @@ class Event(NamedTuple):
     seconds: float = 0.0
     what: str = ""
     value: float = 0.0
+    across_bytes: int = 0
 
 
 Sink = Callable[[Event], Any]
@@ -119,12 +121,13 @@ class Events:
         seconds: float = 0.0,
         what: str = "",
         value: float = 0.0,
+        across_bytes: int = 0,
     ) -> None:
         """Hand one event to every sink, in the order in which the sinks were added."""
         if not self.sinks:
             return
         # By place: an event is made in a microsecond, there are many.
-        event = Event(kind, unit, self.phase, num_bytes, group, seconds, what, value)
+        event = Event(kind, unit, self.phase, num_bytes, group, seconds, what, value, across_bytes)
         for sink in self.sinks:
             sink(event)
 

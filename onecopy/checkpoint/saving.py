@@ -289,7 +289,7 @@ def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str
         models={
             name: {
                 "kind": type(one.module).__name__,
-                "stage": one.engine.config.stage_number,
+                "stage": one.engine.config.chosen_stage,
                 "num_parameters": sum(
                     parameter.numel() for unit in one.engine.units for parameter in unit.parameters
                 ),

@@ -8,11 +8,14 @@ Volumes (per rank, elements of one flat buffer of n, where slices are equal): ga
 reduce (N-1)/N n over the shard group, 2 (R-1)/R n over a replica group of R ranks. Where they are
 not, a rank sends its slice N-1 times in a gather, and all that is not its own in a reduce; where
 one slice is far longer than others, all but an equal part, and then what of the sum is not its own.
+
+Where ranks are in Y nodes of X ranks (see nodes.py): a gather takes (Y-1)/N n across nodes and
+(X-1)/X n inside, a reduce as much the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,12 +55,13 @@ class Pending:
 
     Attributes:
         num_bytes: bytes that this rank sends for it.
+        across_bytes: those of them that leave its node.
     """
 
-    __slots__ = ("_result", "_steps", "num_bytes")
+    __slots__ = ("_result", "_steps", "across_bytes", "num_bytes")
 
-    def __init__(self, steps: Steps, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, steps: Steps, num_bytes: int, across_bytes: int = 0) -> None:
+        self.num_bytes, self.across_bytes = num_bytes, across_bytes
         self._result: torch.Tensor | None = None
         self._steps: Steps | None = steps
         self.advance()
@@ -101,6 +105,8 @@ class Collectives:
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._transport: Transport = Native() if native else Messages()
         self._is_imagined = groups.world.is_imagined
+        # The sum of all ranks is multiplied by it once, by its owner, in the last hop that sums.
+        self._scale = 1.0 / groups.world.size
         if self._is_imagined:
             self._transport = Nothing(native=native)
         # Held: it lives as long as a model does.
@@ -111,28 +117,57 @@ class Collectives:
     def gather(
         self,
         flat: torch.Tensor,
-        own: torch.Tensor,
+        own: torch.Tensor | None,
         numels: Sequence[int],
         unit: int,
         *,
         verb: str = "gather",
+        secondary: torch.Tensor | None = None,
     ) -> Pending:
         """Collect the slices of all ranks of the shard group into `flat`.
 
         Args:
             flat: (sum(numels),) complete after `finish`, the own slice at once.
-            own: this rank's values, in the dtype of flat; may be its own slice.
+            own: this rank's values, in the dtype of flat; may be its own slice. None where
+                `secondary` has the values, which then leave no node.
             numels: elements of each slice, 0 allowed.
             unit: number of the unit, the same on all ranks.
             verb: names the wait for it: "gather" or "refresh".
+            secondary: where there are nodes, memory of its own for what this rank handles of the
+                slices (`part_numel` elements), filled when the first hop has ended.
         """
-        group = self.groups.shard
-        hop = Hop(group, numels, self._tag(unit, GATHER))
-        steps = self._gather(flat, own, hop, self._names(verb, unit))
-        return Pending(steps, own.nbytes * (group.size - 1))
+        group, names, tag = self.groups.shard, self._names(verb, unit), self._tag(unit, GATHER)
+        if self.groups.nodes is None:
+            assert own is not None, "without nodes only this rank has its slice"
+            steps = self._gather(flat, own, Hop(group, numels, tag), names)
+            away = sum(self.groups.is_away(rank) for rank in group.ranks)
+            return Pending(steps, own.nbytes * (group.size - 1), own.nbytes * away)
+        nodes = self.groups.nodes
+        low, high = nodes.own_range(numels)
+        part = flat[low:high] if secondary is None else secondary
+        inside_bytes = part.nbytes * (nodes.inside.size - 1)
+        across_bytes = 0
+        if own is not None:
+            across_bytes = own.nbytes * (self.groups.num_nodes - 1)
+        steps = self._gather_in_hops(flat, own, part, Hop(group, numels, tag), names)
+        return Pending(steps, inside_bytes + across_bytes, across_bytes)
+
+    def part_numel(self, numels: Sequence[int]) -> int:
+        """How many elements this rank handles of a buffer with slices of so many."""
+        if self.groups.nodes is None:
+            return numels[self.groups.shard.rank]
+        low, high = self.groups.nodes.own_range(numels)
+        return high - low
 
     def reduce(
-        self, buffer: torch.Tensor, numels: Sequence[int], master_dtype: torch.dtype, unit: int
+        self,
+        buffer: torch.Tensor,
+        numels: Sequence[int],
+        master_dtype: torch.dtype,
+        unit: int,
+        *,
+        node_sum: torch.Tensor | None = None,
+        is_boundary: bool = True,
     ) -> Pending:
         """Sum `buffer` over all ranks; the owner's slice of the mean is the result.
 
@@ -141,17 +176,43 @@ class Collectives:
             numels: elements of each slice with its trailer, multiples of the replica group's size.
             master_dtype: dtype of the sum and of the result.
             unit: number of the unit, the same on all ranks.
+            node_sum: (part_numel,) sums over this node of earlier backwards, which count too.
+            is_boundary: False leaves it at the sum over this node, which is then the result.
         """
-        rank, replica = self.groups.shard.rank, self.groups.replica
-        summed = parts_to_sum(numels)
-        num_bytes = buffer.nbytes - summed[rank] * buffer.itemsize
-        if summed is not numels:
-            kept = shares(rank, summed, numels)[rank]
-            num_bytes += (summed[rank] - kept) * master_dtype.itemsize
-        own_bytes = numels[rank] * buffer.itemsize
-        num_bytes += 2 * (own_bytes // replica.size) * (replica.size - 1)
-        owned = Hop(self.groups.shard, numels, self._tag(unit, REDUCE))
-        return Pending(self._reduce(buffer, summed, owned, master_dtype, unit), num_bytes)
+        replica, nodes = self.groups.replica, self.groups.nodes
+        hop = Hop(self.groups.shard, numels, self._tag(unit, REDUCE))
+        names = self._names("reduce", unit)
+        if nodes is None:
+            mean = Mean(master_dtype, self._scale if replica.size == 1 else 1.0)
+            num_bytes, across = self._bytes_inside(buffer, numels, master_dtype)
+            steps = self._reduce_inside(buffer, hop, mean, names)
+        else:
+            inside = Hop(nodes.inside, nodes.numels(numels), hop.tag)
+            num_bytes = buffer.nbytes - inside.numels[inside.group.rank] * buffer.itemsize
+            across = 0
+            steps = self._sum(buffer, inside, Mean(master_dtype, 1.0), names)
+        if is_boundary:
+            more, leaving = self._bytes_across(numels, buffer.itemsize)
+            num_bytes, across = num_bytes + more, across + leaving
+        wire = buffer.dtype if is_boundary else None
+        return Pending(
+            self._reduce(steps, node_sum, wire, hop, names, master_dtype), num_bytes, across
+        )
+
+    def reduce_across(
+        self, node_sum: torch.Tensor, numels: Sequence[int], wire_dtype: torch.dtype, unit: int
+    ) -> Pending:
+        """What `reduce` has left at the sum over this node: sum it over the nodes.
+
+        Args:
+            node_sum: (part_numel,) in the dtype of the sum.
+            wire_dtype: in which it travels.
+        """
+        hop = Hop(self.groups.shard, numels, self._tag(unit, REDUCE))
+        num_bytes, across = self._bytes_across(numels, wire_dtype.itemsize)
+        names = self._names("reduce", unit)
+        steps = self._reduce_across(node_sum, wire_dtype, hop, names, node_sum.dtype)
+        return Pending(steps, num_bytes, across)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the first rank's values, in place (at `shard` only)."""
@@ -223,6 +284,32 @@ class Collectives:
     def _names(self, verb: str, unit: int) -> Names:
         return verb, self.unit_names[unit] if unit < len(self.unit_names) else ""
 
+    def _bytes_inside(
+        self, buffer: torch.Tensor, numels: Sequence[int], master_dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """What a reduce over the shard group sends, in one hop, and what of it leaves the node."""
+        (group, rank), summed = (self.groups.shard, self.groups.shard.rank), parts_to_sum(numels)
+        sent = [numel * buffer.itemsize for numel in summed]
+        if summed is not numels:
+            dealt = shares(rank, summed, numels)
+            sent = [
+                one + part * master_dtype.itemsize for one, part in zip(sent, dealt, strict=True)
+            ]
+        sent[rank] = 0
+        away = zip(group.ranks, sent, strict=True)
+        return sum(sent), sum(one for to, one in away if self.groups.is_away(to))
+
+    def _bytes_across(self, numels: Sequence[int], itemsize: int) -> tuple[int, int]:
+        """What a reduce sends to those that hold the same part, and what of it leaves the node."""
+        nodes, replica = self.groups.nodes, self.groups.replica
+        own = numels[self.groups.shard.rank]
+        if nodes is None:
+            chunk = 2 * (own // replica.size) * itemsize
+            away = sum(self.groups.is_away(rank) for rank in replica.ranks)
+            return chunk * (replica.size - 1), chunk * away
+        leaving = (self.part_numel(numels) - own) * itemsize
+        return leaving, leaving
+
     def _gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop, names: Names) -> Steps:
         group = hop.group
         place = flat.narrow(0, sum(hop.numels[: group.rank]), hop.numels[group.rank])
@@ -236,45 +323,110 @@ class Collectives:
             self._blocking(wait, group, names)
         return flat
 
+    def _gather_in_hops(
+        self,
+        flat: torch.Tensor,
+        own: torch.Tensor | None,
+        part: torch.Tensor,
+        hop: Hop,
+        names: Names,
+    ) -> Steps:
+        """Across nodes into `part`, unless that has its values; then inside this one."""
+        nodes = self.groups.nodes
+        assert nodes is not None, "there are nodes"
+        if own is not None:
+            columns = [one.numels(hop.numels) for one in nodes.columns]
+            parts = part.split_with_sizes([sum(numels) for numels in columns])
+            yield from _together(
+                self._gather(
+                    one,
+                    own if numels[column.group.rank] else own[:0],
+                    Hop(column.group, numels, hop.tag),
+                    names,
+                )
+                for column, numels, one in zip(nodes.columns, columns, parts, strict=True)
+            )
+        yield from self._gather(
+            flat, part, Hop(nodes.inside, nodes.numels(hop.numels), hop.tag), names
+        )
+        return flat
+
+    def _sum(self, buffer: torch.Tensor, hop: Hop, mean: Mean, names: Names) -> Steps:
+        """One hop of a reduce; a group of one rank has the sum already."""
+        if hop.group.size == 1:
+            return buffer.to(mean.dtype, copy=True).mul_(mean.scale)
+        wait = self._transport.reduce(buffer, mean, hop)
+        yield
+        return self._blocking(wait, hop.group, names)
+
+    def _reduce_inside(self, buffer: torch.Tensor, hop: Hop, mean: Mean, names: Names) -> Steps:
+        """Over the shard group, by equal parts where one slice is far longer than others."""
+        if hop.group.size == 1:
+            # What travels between replicas is made of it as it is.
+            return buffer
+        summed = parts_to_sum(hop.numels)
+        wait = self._transport.reduce(buffer, mean, Hop(hop.group, summed, hop.tag))
+        yield
+        part = self._blocking(wait, hop.group, names)
+        if summed is not hop.numels:
+            # With what all ranks have sent: given back before the sums of others come.
+            del wait
+            wait = self._transport.deal(part, summed, hop)
+            yield
+            part = self._blocking(wait, hop.group, names)
+        return part
+
     def _reduce(
         self,
-        buffer: torch.Tensor,
-        summed: Sequence[int],
-        owned: Hop,
-        master_dtype: torch.dtype,
-        unit: int,
+        inside: Steps,
+        node_sum: torch.Tensor | None,
+        wire_dtype: torch.dtype | None,
+        hop: Hop,
+        names: Names,
+        dtype: torch.dtype,
     ) -> Steps:
-        """See `reduce`; `summed` says how many elements each rank sums, `owned` who gets them."""
-        (shard, numels, tag), replica = owned, self.groups.replica
-        names = self._names("reduce", unit)
-        # The sum of all ranks is multiplied by 1/N once, by its owner, in the last hop that sums.
-        scale = 1.0 / self.groups.world.size
-        part = buffer
-        if shard.size > 1:
-            mean = Mean(master_dtype, scale if replica.size == 1 else 1.0)
-            wait = self._transport.reduce(part, mean, Hop(shard, summed, tag))
-            yield
-            part = self._blocking(wait, shard, names)
-            if summed is not numels:
-                # With what all ranks have sent: given back before the sums of others come.
-                del wait
-                wait = self._transport.deal(part, summed, owned)
-                yield
-                part = self._blocking(wait, shard, names)
+        """After the hop inside: what was summed before counts too, and then the hop across."""
+        part = yield from inside
+        if node_sum is not None:
+            part = node_sum.add_(part)
+        if wire_dtype is None:
+            is_buffer = node_sum is None and hop.group.size == 1
+            return part.to(dtype, copy=is_buffer)
+        part = yield from self._reduce_across(part, wire_dtype, hop, names, dtype)
+        return part
+
+    def _reduce_across(
+        self,
+        part: torch.Tensor,
+        wire_dtype: torch.dtype,
+        hop: Hop,
+        names: Names,
+        dtype: torch.dtype,
+    ) -> Steps:
+        """From sums over this node, or this replica, to the mean of all ranks at its owner."""
+        nodes, replica = self.groups.nodes, self.groups.replica
+        mean = Mean(dtype, self._scale)
+        if nodes is not None:
+            columns = [one.numels(hop.numels) for one in nodes.columns]
+            parts = part.to(wire_dtype).split_with_sizes([sum(numels) for numels in columns])
+            # The slice that is this rank's own lies in the first.
+            return (
+                yield from _together(
+                    self._sum(one, Hop(column.group, numels, hop.tag), mean, names)
+                    for column, numels, one in zip(nodes.columns, columns, parts, strict=True)
+                )
+            )
         if replica.size > 1:
             # All-reduce as reduce, then gather of the means: the order of summation is defined,
             # and every replica holds the same bits, those that travelled.
-            wire = part.to(buffer.dtype)
-            chunks = (wire.numel() // replica.size,) * replica.size
-            hop = Hop(replica, chunks, tag)
-            wait = self._transport.reduce(wire, Mean(master_dtype, scale), hop)
-            yield
-            own = self._blocking(wait, replica, names).to(wire.dtype)
+            wire = part.to(wire_dtype)
+            across = Hop(replica, (wire.numel() // replica.size,) * replica.size, hop.tag)
+            own = yield from self._sum(wire, across, mean, names)
             part = torch.empty_like(wire)
-            hop = Hop(replica, chunks, self._tag(unit, GATHER))
-            yield from self._gather(part, own, hop, names)
-        # Never in the storage of the local buffer.
-        return part.to(master_dtype, copy=part is buffer)
+            gathered = across._replace(tag=hop.tag - REDUCE + GATHER)
+            yield from self._gather(part, own.to(wire_dtype), gathered, names)
+        # Never in the storage of the local buffer, which this is in a world of one rank.
+        return part.to(dtype, copy=hop.group.size == 1 and replica.size == 1)
 
     def _blocking(self, finish: Finish, group: Group, names: Names) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
@@ -295,4 +447,22 @@ class Collectives:
 
     def _interrupt(self) -> None:
         """Free a main thread that is blocked in a transfer which will never end."""
-        self._transport.interrupt(self.groups.world, self._first_tag + TAGS_PER_MODEL - 1)
+        for group in self.groups.all:
+            if group.process_group is not None:
+                self._transport.interrupt(group, self._first_tag + TAGS_PER_MODEL - 1)
+
+
+def _together(transfers: Iterable[Steps]) -> Steps:
+    """Several hops side by side; the result is the first one's."""
+    results: dict[int, torch.Tensor] = {}
+    running = dict(enumerate(transfers))
+    while running:
+        for number, steps in list(running.items()):
+            try:
+                next(steps)
+            except StopIteration as stop:
+                results[number] = stop.value
+                del running[number]
+        if running:
+            yield
+    return results[0]

@@ -31,7 +31,9 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size
     with Wait("agree", group.ranks):
         dist.all_gather_object(values, value, group=group.process_group)
-    return values
+    # torch orders by rank, a group may be in another order.
+    of_rank = dict(zip(sorted(group.ranks), values, strict=True))
+    return [of_rank[rank] for rank in group.ranks]
 
 
 def first_decides(group: Group, value: T, decide: Callable[[list[T]], R]) -> R:

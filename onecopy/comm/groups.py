@@ -15,15 +15,20 @@ from onecopy.errors import ShardingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from onecopy.comm.nodes import Nodes
+
+# What the name of a dimension of data parallelism has in it.
+DATA_DIMENSIONS = ("dp", "data", "replica", "shard", "node")
+
 __all__ = [
     "Group",
     "Groups",
     "check_backend",
     "end_host_group",
     "has_native_collectives",
+    "has_nodes",
     "host_group",
     "join_launched",
-    "make_groups",
     "world_group",
 ]
 
@@ -33,7 +38,8 @@ class Group:
     """Some ranks that communicate.
 
     process_group: torch's group, or None where this rank is alone.
-    ranks: the global ranks, in order. rank: this rank's place among them. size: how many.
+    ranks: the global ranks, in order, which of a shard group is that of the slices. rank: this
+        rank's place among them. size: how many.
     is_native: see ImaginedWorld.
     """
 
@@ -58,11 +64,38 @@ class Groups:
 
     replica: the ranks that hold the same slice; gradients are summed over them too.
     world: all ranks of this model.
+    nodes: where the shard group is in several nodes, and hops go across and inside.
+    node_ranks: the ranks of each node; none where all are in one.
     """
 
     shard: Group
     replica: Group
     world: Group
+    nodes: Nodes | None = None
+    node_ranks: tuple[tuple[int, ...], ...] = ()
+    _here: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        me = self.world.ranks[self.world.rank]
+        here = next((one for one in self.node_ranks if me in one), self.world.ranks)
+        object.__setattr__(self, "_here", frozenset(here))
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return max(1, len(self.node_ranks))
+
+    def is_away(self, rank: int) -> bool:
+        """Whether a rank of the world is in another node."""
+        return rank not in self._here
+
+    @property
+    def all(self) -> list[Group]:
+        """Every group that transfers are made in."""
+        inner = [] if self.nodes is None else [self.nodes.inside]
+        columns = [] if self.nodes is None else [one.group for one in self.nodes.columns]
+        every = [self.world, self.shard, self.replica, *inner, *columns]
+        return list({id(one.process_group): one for one in every}.values())
 
 
 def join_launched(backend: str | None = None, device: torch.device | None = None) -> None:
@@ -109,8 +142,10 @@ def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
     Without a process group, one is made: from the environment that torchrun sets, else a world of
     one rank, so that a script also runs without a launcher.
 
+    A mesh of two data dimensions says which ranks are in one node, too: see nodes.py.
+
     Raises:
-        ShardingError: the mesh has more than one dimension.
+        ShardingError: the mesh has dimensions that are not for data.
     """
     if isinstance(mesh, ImaginedWorld):
         return Group(None, tuple(range(mesh.size)), mesh.rank, mesh.native)
@@ -123,10 +158,14 @@ def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
         process_group = dist.group.WORLD
     elif mesh.ndim == 1:
         process_group = mesh.get_group()
+    elif has_nodes(mesh):
+        is_all = mesh.size() == dist.get_world_size()
+        process_group = dist.group.WORLD if is_all else mesh._flatten().get_group()
     else:
         raise ShardingError(
             f"mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: pass its data dimension, "
-            'for example mesh["dp"]'
+            'for example mesh["dp"], or two of them, the nodes first and then the ranks in each, '
+            'for example mesh["dp_replicate", "dp_shard"]'
         )
     ranks = tuple(dist.get_process_group_ranks(process_group))
     me = dist.get_rank()
@@ -138,10 +177,16 @@ def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
     return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
 
 
-def make_groups(world: Group, *, cut: bool) -> Groups:
-    """The groups of a model whose states are cut over the world (`cut`) or not at all."""
-    alone = Group(None, (world.ranks[world.rank],), 0)
-    return Groups(world, alone, world) if cut else Groups(alone, world, world)
+def has_nodes(mesh: DeviceMesh | ImaginedWorld | None) -> bool:
+    """A mesh of two data dimensions: the nodes, and the ranks in each.
+
+    A dimension with a name must say that it is one: tensor or pipeline parallel ranks do not hold
+    the same parameters.
+    """
+    if mesh is None or isinstance(mesh, ImaginedWorld) or mesh.ndim != 2:
+        return False
+    names = mesh.mesh_dim_names or ("data", "data")
+    return all(any(word in name for word in DATA_DIMENSIONS) for name in names)
 
 
 def host_group(world: Group) -> Group:

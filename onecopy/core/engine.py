@@ -18,7 +18,7 @@ from onecopy.core.loss_scale import make_loss_scale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.precision import dtypes_of
 from onecopy.core.schedule import Schedule
-from onecopy.core.stages import STAGES, Stage
+from onecopy.core.stages import Stage, stage_of
 from onecopy.core.touch import Touch
 from onecopy.core.unit import Unit, UnitSpec, UnitState
 from onecopy.errors import ShardingError
@@ -63,7 +63,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        self.stage = STAGES[config.stage_number]
+        stage = stage_of(config.chosen_stage)
+        self.stage = stage if collectives.groups.num_nodes > 1 else stage.on_one_node
         self.collectives = collectives
         self.events = collectives.events
         self.schedule = Schedule()

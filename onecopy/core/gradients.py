@@ -198,10 +198,10 @@ class Gradients:
         return self._pending is None or self._pending.advance()
 
     @property
-    def reduce_bytes(self) -> int:
-        """Bytes that this rank sends for the reduce under way."""
+    def reduce_bytes(self) -> tuple[int, int]:
+        """Bytes that this rank sends for the reduce under way, and those that leave its node."""
         assert self._pending is not None, "a reduce is under way"
-        return self._pending.num_bytes
+        return self._pending.num_bytes, self._pending.across_bytes
 
     def finish_reduce(self, *, keep: bool = True) -> None:
         """Wait for the reduce, if one is under way, and add its mean to the owned slice.

@@ -137,8 +137,13 @@ class Reduces:
 
     def _launch(self, gradients: Gradients, *, unit_flag: bool | None = None) -> None:
         gradients.start_reduce(unit_flag=unit_flag)
+        num_bytes, across_bytes = gradients.reduce_bytes
         self._engine.events.emit(
-            "reduce", gradients.unit.name, num_bytes=gradients.reduce_bytes, group="world"
+            "reduce",
+            gradients.unit.name,
+            num_bytes=num_bytes,
+            group="world",
+            across_bytes=across_bytes,
         )
         # Bounded: while this one is on its way, older ones finish their hops.
         for older in list(self._in_flight):

@@ -481,6 +481,7 @@ class Unit:
             self.name,
             num_bytes=self._pending.num_bytes,
             group="shard",
+            across_bytes=self._pending.across_bytes,
         )
 
     def _drop_values(self, *, keep_bytes: bool = False) -> None:

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.groups import Group, has_native_collectives, make_groups
+from onecopy.comm.groups import Group, has_native_collectives
+from onecopy.comm.nodes import make_groups
 from onecopy.doctor.results import SIZES, Transfer
 from onecopy.events import Events
 
@@ -37,7 +38,7 @@ def measure(world: Group, device: torch.device, say: Callable[[str], None]) -> I
         say: told what comes next.
     """
     native = has_native_collectives(world, device)
-    groups = make_groups(world, cut=True)
+    groups = make_groups(world, "world")
     ways = Collectives(
         groups, key="doctor", model_number=MODEL_NUMBER, native=native, events=Events()
     )

@@ -277,9 +277,9 @@ def paper_state_bytes(
     """
     cut = _stage(stage, world_size)
     states = (
-        (cut.cut_parameters, 2),
+        (cut.releases, 2),
         (cut.cut_gradients, 2),
-        (cut.cut_optimizer, optimizer_bytes),
+        (cut.shards_anything, optimizer_bytes),
     )
     per_parameter = sum(width / world_size if is_cut else width for is_cut, width in states)
     return num_parameters * per_parameter

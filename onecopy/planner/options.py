@@ -124,7 +124,7 @@ class PlanOptions:
         ),
     )
     stage: int | None = field(
-        default=None, metadata=describe("show only this stage", choices=STAGES)
+        default=None, metadata=describe("show only this stage", choices=tuple(STAGES))
     )
     layers: int | None = field(
         default=None, metadata=describe("blocks of the model, where only its size is given")

@@ -94,7 +94,7 @@ def preference(
         again: activations are computed twice. is_lean: masters are kept split.
     """
     cut = STAGES[stage]
-    step = Fraction(1, devices) if cut.cut_optimizer else Fraction(1)
+    step = Fraction(1, devices) if cut.shards_anything else Fraction(1)
     # One device has nobody to share with: then nothing is cut.
     least = num_bytes if devices > 1 else 0
     return (messages, again, is_lean, step, cut.releases, least, stage)

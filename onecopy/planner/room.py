@@ -62,7 +62,9 @@ def check_room(
     Raises:
         ConfigError: names the tier, the need, what is there, and remedies.
     """
-    stage = config.stage_number
+    stage = config.chosen_stage
+    if not isinstance(stage, int):
+        return
     room = room_of(config, world, models, optimizer_of, (stage,))
     if room is None:
         return

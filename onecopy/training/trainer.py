@@ -109,7 +109,8 @@ def _train(
         memory=options.memory,
         precision=options.precision,
     )
-    stage = onecopy.config_of(model).stage_number
+    stage = onecopy.config_of(model).chosen_stage
+    assert isinstance(stage, int), "options offer numbers"
     options = replace(options, stage=stage, memory=None)
 
     _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")

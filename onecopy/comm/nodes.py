@@ -1,0 +1,257 @@
+"""Which ranks are in one node, and what they hold together.
+
+Links inside a node are fast, those across nodes slow. So what all ranks are to see goes in two
+hops: each node first gets, from the others, every part once, spread over its ranks (across), and
+these pass on to each other what they got (inside). A sum goes the other way.
+
+Slices are numbered so that every hop moves contiguous ranges: first those of the first rank of each
+node, then those of the second of each, and so on. A *node part* is such a run of slices, one of
+each node: what a node gets together lies, in as many parts as the largest node has ranks, in the
+order of its ranks. A smaller node has the same parts; its ranks handle several of them, and each
+owns a slice in the first of its own.
+
+    nodes (0 1 2) (3 4 5) (6 7)      part 0          part 1      part 2
+    slices of ranks                  0   3   6   |   1   4   7   |   2   5
+    handled in node (6 7) by         6               7               7
+
+Sources: MiCS (Zhang et al. 2022) section 3 (two-hop gather and reduce); ZeRO++ (Wang et al. 2023)
+section 3.3, where the order of slices is the tensor slice reordering.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from onecopy.comm.compare import gather_objects
+from onecopy.comm.groups import Group, Groups, has_nodes
+from onecopy.errors import ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from onecopy.comm.groups import ImaginedWorld
+
+__all__ = ["Column", "Nodes", "find_nodes", "make_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One node part: who holds it in each node, and which slices it consists of.
+
+    group: one rank of each node, in the order of the nodes.
+    slices: numbers of the slices, in the same order.
+    is_owner: of each rank in the group, whether one of them is its own.
+    """
+
+    group: Group
+    slices: range
+    is_owner: tuple[bool, ...]
+
+    def numels(self, of_slices: Sequence[int]) -> tuple[int, ...]:
+        """How many elements of the part each rank of the group owns."""
+        own = iter(of_slices[self.slices.start : self.slices.stop])
+        return tuple(next(own) if is_owner else 0 for is_owner in self.is_owner)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes as one rank sees them.
+
+    inside: the ranks of its node.
+    columns: the node parts that it handles.
+    spans: for each rank of its node the slices of all parts that it handles.
+    """
+
+    inside: Group
+    columns: tuple[Column, ...]
+    spans: tuple[range, ...]
+
+    def numels(self, of_slices: Sequence[int]) -> tuple[int, ...]:
+        """How many elements each rank of this node handles."""
+        return tuple(sum(of_slices[one.start : one.stop]) for one in self.spans)
+
+    def own_range(self, of_slices: Sequence[int]) -> tuple[int, int]:
+        """First and last + 1 element of what this rank handles."""
+        span = self.spans[self.inside.rank]
+        first = sum(of_slices[: span.start])
+        return first, first + sum(of_slices[span.start : span.stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A node part before there are groups: which place of each node handles it, and who owns."""
+
+    handlers: tuple[int, ...]
+    is_owner: tuple[bool, ...]
+
+
+def parts_of(sizes: Sequence[int]) -> list[Part]:
+    """The node parts of nodes with so many ranks each."""
+    num_parts = max(sizes)
+    parts = []
+    for part in range(num_parts):
+        # Rank j of a node with n ranks handles the parts from j p / n on, and owns in the first.
+        handlers = tuple(((part + 1) * size - 1) // num_parts for size in sizes)
+        firsts = (one * num_parts // size for one, size in zip(handlers, sizes, strict=True))
+        parts.append(Part(handlers, tuple(first == part for first in firsts)))
+    return parts
+
+
+def order_of_slices(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks in the order of the slices that they own.
+
+    Args:
+        nodes: the ranks of each node.
+    """
+    return tuple(
+        nodes[node][handler]
+        for part in parts_of([len(one) for one in nodes])
+        for node, handler in enumerate(part.handlers)
+        if part.is_owner[node]
+    )
+
+
+def find_nodes(
+    world: Group, mesh: DeviceMesh | ImaginedWorld | None, node_size: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node, in order; all ranks agree, since those of one launcher know it.
+
+    Args:
+        mesh: says it where it has two dimensions.
+        node_size: so many ranks that follow one another; None for what torchrun says, which is one
+            node where it did not start these processes.
+
+    Raises:
+        ShardingError: the mesh and node_size contradict each other, or the ranks of a mesh do not
+            ascend.
+    """
+    if has_nodes(mesh):
+        rows = tuple(tuple(row) for row in mesh.mesh.tolist())  # type: ignore[union-attr]
+        if node_size not in (None, len(rows[0])):
+            raise ShardingError(
+                f"node_size={node_size}, but the mesh has {len(rows[0])} ranks in each node: "
+                "leave node_size out"
+            )
+        if sorted(sum(rows, ())) != list(sum(rows, ())):
+            raise ShardingError(
+                f"the mesh has nodes {[list(row) for row in rows]}, whose ranks do not ascend: its "
+                "first dimension is that of the nodes, its second that of the ranks in each"
+            )
+        return rows
+    ranks = world.ranks
+    if node_size is not None:
+        return tuple(ranks[low : low + node_size] for low in range(0, len(ranks), node_size))
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if local is None or local == os.environ.get("WORLD_SIZE") or world.process_group is None:
+        return (ranks,)
+    of_ranks = gather_objects(world, os.environ.get("GROUP_RANK", ""))
+    numbers = sorted(set(of_ranks), key=of_ranks.index)
+    found = zip(ranks, of_ranks, strict=True)
+    by_rank = list(found)
+    return tuple(tuple(rank for rank, node in by_rank if node == one) for one in numbers)
+
+
+def make_groups(
+    world: Group,
+    cut: str,
+    nodes: tuple[tuple[int, ...], ...] = (),
+    *,
+    in_hops: bool = False,
+) -> Groups:
+    """The groups of a model; a collective where there are nodes.
+
+    Args:
+        cut: how far optimizer states are cut: "whole", "node" or "world".
+        nodes: the ranks of each; none is one node.
+        in_hops: transfers over the world go across nodes first, then inside.
+
+    Raises:
+        ShardingError: states cut inside nodes that differ in size.
+    """
+    alone = Group(None, (world.ranks[world.rank],), 0)
+    if cut == "whole":
+        return Groups(alone, world, world, node_ranks=nodes)
+    if len(nodes) < 2:
+        return Groups(world, alone, world)
+    if cut == "world" and not in_hops:
+        return Groups(world, alone, world, node_ranks=nodes)
+    sizes = [len(one) for one in nodes]
+    if cut == "node" and len(set(sizes)) > 1:
+        raise ShardingError(
+            f"the nodes have {sizes} ranks: optimizer states that are cut inside a node need equal "
+            'nodes, as every node holds the same slices. Say stage="hpz" or "hfsdp", which cut '
+            "them over all ranks, or give a node_size that divides the number of ranks"
+        )
+    me = world.ranks[world.rank]
+    here = next(number for number, one in enumerate(nodes) if me in one)
+    parts = list(enumerate(parts_of(sizes)))
+    inside, columns_by_part = _subgroups(world, nodes)
+    if cut == "node":
+        return Groups(inside, columns_by_part[inside.rank], world, node_ranks=nodes)
+    first_slices = [sum(sum(part.is_owner) for _, part in parts[:end]) for end, _ in parts]
+    first_slices.append(world.size)
+    columns = tuple(
+        Column(
+            columns_by_part[number],
+            range(first_slices[number], first_slices[number + 1]),
+            part.is_owner,
+        )
+        for number, part in parts
+        if part.handlers[here] == inside.rank
+    )
+    size, num_parts = inside.size, len(parts)
+    spans = tuple(
+        range(first_slices[one * num_parts // size], first_slices[(one + 1) * num_parts // size])
+        for one in range(size)
+    )
+    order = order_of_slices(nodes)
+    shard = Group(world.process_group, order, order.index(me), world.is_native)
+    return Groups(shard, alone, world, Nodes(inside, columns, spans), nodes)
+
+
+# By the group of the world, then by nodes: models share them.
+_known: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], tuple[Group, dict[int, Group]]]
+] = weakref.WeakKeyDictionary()
+
+
+def _subgroups(world: Group, nodes: tuple[tuple[int, ...], ...]) -> tuple[Group, dict[int, Group]]:
+    """The group inside this node, and by node part those across nodes that this rank is in."""
+    if world.process_group is None:
+        return _make_subgroups(world, nodes)
+    known = _known.setdefault(world.process_group, {})
+    if nodes not in known:
+        known[nodes] = _make_subgroups(world, nodes)
+    return known[nodes]
+
+
+def _make_subgroups(
+    world: Group, nodes: tuple[tuple[int, ...], ...]
+) -> tuple[Group, dict[int, Group]]:
+    me = world.ranks[world.rank]
+    here = next(number for number, one in enumerate(nodes) if me in one)
+    sizes = [len(one) for one in nodes]
+    inside = _subgroup(world, nodes[here])
+    columns = {}
+    for number, part in enumerate(parts_of(sizes)):
+        ranks = [one[place] for one, place in zip(nodes, part.handlers, strict=True)]
+        if me in ranks:
+            columns[number] = _subgroup(world, ranks)
+        elif len(set(sizes)) > 1:
+            # torch names a group by its ranks and by how many this rank has made: each makes one.
+            _subgroup(world, (me,))
+    return inside, columns
+
+
+def _subgroup(world: Group, ranks: Sequence[int]) -> Group:
+    """Some ranks of the world, which all call this; ascending, as torch orders those of a group."""
+    place, made = ranks.index(world.ranks[world.rank]), None
+    if world.process_group is not None:
+        made = dist.new_group(list(ranks), use_local_synchronization=True)
+    return Group(made if len(ranks) > 1 else None, tuple(ranks), place, world.is_native)
