@@ -192,11 +192,6 @@ class Offload:
 
     def _check_tiers(self) -> None:
         """The device and host memory go together as one likes; a drive is below both."""
-        if self.optimizer == "nvme" and self.gradients == "device":
-            raise ConfigError(
-                'offload.gradients="device", but offload.optimizer="nvme": chunks of the step read '
-                'them from host memory or the drive. Say gradients="host" or "nvme"'
-            )
         for name in ("gradients", "parameters"):
             if getattr(self, name) == "nvme" != self.optimizer:
                 raise ConfigError(

@@ -18,7 +18,7 @@ from onecopy.report.states import StateBytes
 from tests import models
 from tests.optimizers import Replacing
 from tests.pool import Pool
-from tests.runs import Plan, Run, train
+from tests.runs import Plan, Run, full_values, train
 from tests.test_offload import WAYS, check_equal
 
 # Each unit of the models below is several chunks.
@@ -45,20 +45,25 @@ def both(plan: Plan, offload: Offload, reference: Any = None) -> tuple[Run, Run]
     return plain, train(replace(plan, settings={**plan.settings, "offload": offload}))
 
 
+TIERS = ("device", "host", "nvme")
 CASES = [
-    *itertools.product(WORLDS, STAGES, OPTIMIZERS, ("host", "nvme"), ("device",)),
-    *itertools.product(WORLDS, (3,), OPTIMIZERS, ("host", "nvme"), ("host", "nvme")),
+    *itertools.product(WORLDS, STAGES, OPTIMIZERS, TIERS, ("device",)),
+    *itertools.product(WORLDS, (3,), OPTIMIZERS, TIERS, ("host", "nvme")),
 ]
 
 
 @pytest.mark.sampled(
     "name, world, stage, optimizer, gradients, parameters",
-    [(name, *case) for name in ("gpt", "tied") for case in CASES],
-    7,
+    [(name, *case) for name in ("gpt", "tied", "unused", "frozen") for case in CASES],
+    9,
     always=[
         ("tied", 2, 3, "adamw_fused", "nvme", "nvme"),
         ("gpt", 2, 1, "momentum", "nvme", "device"),
         ("gpt", 1, 0, "adamw_fused", "host", "device"),
+        ("unused", 2, 2, "adamw", "device", "device"),
+        ("frozen", 1, 1, "sgd", "device", "device"),
+        ("tied", 2, 3, "momentum", "device", "nvme"),
+        ("gpt", 2, 0, "adamw", "device", "device"),
     ],
 )
 def test_fp32_training_is_the_same(  # noqa: PLR0913
@@ -79,20 +84,27 @@ def test_fp32_training_is_the_same(  # noqa: PLR0913
     assert not list(tmp_path.iterdir()), "files were left"
 
 
-TIERS = ("device", "host", "nvme")
-
-
 @pytest.mark.sampled(
-    "way, parameters",
-    list(itertools.product(WAYS, TIERS)),
-    9,
+    "way, gradients, parameters",
+    list(itertools.product(WAYS, ("device", "nvme"), TIERS)),
+    12,
     # Each way somewhere.
-    always=list(zip(WAYS, itertools.cycle(TIERS))),
+    always=list(zip(WAYS, itertools.cycle(("device", "nvme")), itertools.cycle(TIERS))),
 )
-def test_with_other_settings(pool: Pool, tmp_path: Path, way: str, parameters: str) -> None:
+def test_with_other_settings(
+    pool: Pool, tmp_path: Path, way: str, gradients: str, parameters: str
+) -> None:
     """Whatever else is switched on."""
     plan = Plan(name="gpt", stage=3, optimizer="momentum", settings=WAYS[way])
-    check_equal(pool.run(2, both, plan, on_disk(tmp_path, "nvme", parameters)))
+    check_equal(pool.run(2, both, plan, on_disk(tmp_path, gradients, parameters)))
+
+
+@pytest.mark.parametrize("gradients", TIERS)
+def test_a_part_of_the_units(pool: Pool, tmp_path: Path, gradients: str) -> None:
+    """The others are stepped on the device, in the same step."""
+    offload = replace(on_disk(tmp_path, gradients), fraction=0.6)
+    plan = Plan(name="gpt", stage=2, backwards=2, max_grad_norm=0.5)
+    check_equal(pool.run(2, both, plan, offload))
 
 
 def states(stage: int, precision: str | None, offload: Offload) -> tuple[StateBytes, int, int, int]:
@@ -111,17 +123,70 @@ def states(stage: int, precision: str | None, offload: Offload) -> tuple[StateBy
     return measure(model, optimizer), owned, means, padded_numel(model)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_lies_where(pool: Pool, tmp_path: Path, stage: int, precision: str | None) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "gradients"),
+    [
+        *itertools.product((0, 2, 3), (None, "bf16"), ("nvme",)),
+        *[(0, "bf16", "device"), (3, None, "device"), (3, "bf16", "device")],
+    ],
+)
+def test_what_lies_where(
+    pool: Pool, tmp_path: Path, stage: int, precision: str | None, gradients: str
+) -> None:
     """Nothing of what is on disk has memory between backward and step."""
-    offload = on_disk(tmp_path, "nvme", "nvme" if stage == 3 else "device")
+    offload = on_disk(tmp_path, gradients, "nvme" if stage == 3 else "device")
     for found, owned, means, whole in pool.run(2, states, stage, precision, offload):
         values = owned * 2 if stage == 3 and precision else 0
         # Masters and two states, which have no padding; means have flags beside each slice.
-        assert found.nvme - (12 * owned + 4 * means + values) in range(-owned // 2, 1), found
+        gone, kept = (4 * means, 0) if gradients == "nvme" else (0, 4 * means)
+        assert found.nvme - (12 * owned + gone + values) in range(-owned // 2, 1), found
         assert found.host == 0
-        assert found.device == (0 if stage == 3 else whole) * (2 if precision else 4), found
+        in_use = (0 if stage == 3 else whole) * (2 if precision else 4)
+        assert found.device == in_use + kept, found
+
+
+def comes_down(stage: int, precision: str, offload: Offload) -> tuple[list[int], int, bool]:
+    """Bytes of each copy of a step, of how many elements, and whether means lie apart."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(96, 128, bias=False), torch.nn.Linear(128, 96, bias=False)]
+    model = torch.nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters())
+    onecopy.shard(
+        model, optimizer, stage=stage, precision=precision, offload=offload, units=("0", "1")
+    )
+    found: list[int] = []
+
+    def note(event: onecopy.events.Event) -> None:
+        if event.kind == "swap" and event.what == "down":
+            found.append(event.num_bytes)
+
+    onecopy.events.add_sink(model, note)
+    for _ in range(2):
+        # Of a sum of means what is on the way is still each element once.
+        model(torch.ones(2, 96)).square().mean().backward()
+    assert not found, "a gradient came down before the step"
+    means = [unit.gradients.mean for unit in onecopy.handle.of(model).engine.units]
+    on_device = [mean.tensors[0] for mean in means]
+    optimizer.step()
+    # The pieces are on disk, and their gradients stand for what is elsewhere.
+    are_apart = all(
+        one is not None and one.untyped_storage().nbytes() == one.nbytes and mean.resting
+        for one, mean in zip(on_device, means, strict=True)
+    )
+    return found, sum(piece.numel() for piece in optimizer.param_groups[0]["params"]), are_apart
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_means_come_down_once_a_step_in_chunks(
+    pool: Pool, tmp_path: Path, stage: int, precision: str, width: int
+) -> None:
+    """As they are on the wire, whatever the size of a unit."""
+    offload = replace(on_disk(tmp_path, "device"), buffer_bytes=1)
+    for found, numel, are_apart in pool.run(2, comes_down, stage, precision, offload):
+        assert sum(found) == width * numel
+        assert max(found) == width * 4096, "longer than a chunk"
+        assert are_apart
 
 
 def too_large(path: str) -> None:
@@ -139,12 +204,12 @@ def test_whole_parameters_must_fit_into_the_buffers(pool: Pool, tmp_path: Path) 
     assert "buffer_bytes=196608" in str(first)
 
 
-def held_gradients(path: str) -> list[bool]:
+def held_gradients(path: str, gradients: str) -> list[bool]:
     """Gradients of the pieces, held across zero_grad and the next backward."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    offload = Offload(optimizer="nvme", gradients="nvme", path=path)
+    offload = Offload(optimizer="nvme", gradients=gradients, path=path)
     onecopy.shard(model, optimizer, stage=2, offload=offload)
     held, copies = [], []
     for step in range(3):
@@ -160,11 +225,47 @@ def held_gradients(path: str) -> list[bool]:
     ]
 
 
-def test_a_gradient_that_is_held_keeps_its_values(pool: Pool, tmp_path: Path) -> None:
-    """As in plain PyTorch, although the next one takes its place on disk."""
-    for found in pool.run(2, held_gradients, str(tmp_path)):
+@pytest.mark.parametrize("gradients", ["device", "nvme"])
+def test_a_gradient_that_is_held_keeps_its_values(
+    pool: Pool, tmp_path: Path, gradients: str
+) -> None:
+    """As in plain PyTorch, although the next one takes its place."""
+    for found in pool.run(2, held_gradients, str(tmp_path), gradients):
         assert len(found) >= 3
         assert all(found)
+
+
+def written(offload: Offload | None) -> list[torch.Tensor]:
+    """Weights where the loop reads and writes this rank's gradients in every way."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    onecopy.shard(model, optimizer, stage=2, offload=offload, units=("0", "1", "2", "3"))
+    pieces = optimizer.param_groups[0]["params"]
+    views = []
+    for step in range(3):
+        for _ in range(2):
+            model(torch.full((2, 70), 0.1 + step)).square().mean().backward()
+            # Held over the next backward, and the step.
+            views.append(pieces[0].grad.view(-1)[:3])
+        pieces[1].grad.mul_(2)
+        pieces[2].grad = torch.full_like(pieces[2], 0.5)
+        sum(piece.grad.sum() for piece in pieces)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        next(model.parameters()).grad.add_(0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 1)
+    values = [value.clone() for value in full_values(model).values()]
+    return [*values, *(view.clone() for view in views)]
+
+
+@pytest.mark.parametrize("gradients", ["device", "nvme"])
+def test_gradients_that_the_loop_writes_count(pool: Pool, tmp_path: Path, gradients: str) -> None:
+    """Where they rest, in whatever order they are looked at."""
+    offload = replace(on_disk(tmp_path, gradients), buffer_bytes=1)
+    plain, swapped = pool.run(2, written, None), pool.run(2, written, offload)
+    for one, other in zip(plain, swapped, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 class Exchange(torch.optim.Optimizer):

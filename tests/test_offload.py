@@ -392,7 +392,6 @@ def unfreeze_half_way() -> list[bool]:
         ({"optimizer": "hots", "gradients": "host"}, ["'hots'", "'host'"]),
         ({"fraction": 1.5}, ["fraction=1.5", "from 0 to 1"]),
         ({"optimizer": "nvme", "gradients": "nvme"}, ["offload.path", "a folder"]),
-        ({"optimizer": "nvme", "path": "/x"}, ['gradients="host" or "nvme"']),
         (
             {"optimizer": "host", "delayed_update": True},
             ["delayed_update", 'gradients="host"'],

@@ -211,6 +211,7 @@ def reserved(path: str, stage: int, kind: str, settings: dict[str, str]) -> tupl
         (3, 2, "adamw", {"gradients": "nvme"}),
         (1, 0, "momentum", {"gradients": "host"}),
         (2, 3, "sgd", {"gradients": "host", "parameters": "host"}),
+        (2, 1, "adamw", {"gradients": "device"}),
     ],
 )
 def test_the_need_is_what_is_reserved(

@@ -31,6 +31,7 @@ from onecopy.errors import ConfigError, ShardingError, SwapError
 from onecopy.memory.direct_io import ALIGNMENT, aligned
 
 if TYPE_CHECKING:
+    from onecopy.core.offload import Arriving
     from onecopy.core.slice_on_disk import SliceOnDisk
     from onecopy.core.swapped import DiskLane, Kind, Moving
     from onecopy.core.unit import Unit
@@ -69,14 +70,20 @@ class _Chunk:
     memory: _Slot
     # What is read, and written again.
     kinds: list[Kind]
-    reads: list[Moving] = field(default_factory=list)
+    reads: list[Moving | Arriving] = field(default_factory=list)
     # (high - low,) each, of what is read or made.
     tensors: dict[Kind, torch.Tensor] = field(default_factory=dict)
+    # (high - low,) where the mean rests, on disk or on the device.
+    gradient: torch.Tensor | None = None
 
     def of(self, kind: Kind, part: _Part) -> torch.Tensor:
         """The part's elements of one kind, shaped like its piece where that is whole."""
+        return self.cut(self.tensors[kind], part)
+
+    def cut(self, values: torch.Tensor, part: _Part) -> torch.Tensor:
+        """The part's elements of a tensor like the chunk, likewise."""
         low = part.start - self.low
-        values = self.tensors[kind][low : low + part.last - part.first]
+        values = values[low : low + part.last - part.first]
         return self.unit.slice.as_piece(part.index, values)
 
 
@@ -209,7 +216,7 @@ class ChunkedStep:
         """Bring to disk what somebody has touched, loaded or put into `optimizer.state` since."""
         unit.slice.settle()
         if unit.gradients is not None:
-            unit.gradients.mean.put_away()
+            unit.gradients.mean.settle()
         self.settle_states(unit, pieces)
 
     def settle_states(self, unit: Unit, pieces: Iterable[nn.Parameter]) -> None:
@@ -307,12 +314,15 @@ class ChunkedStep:
         slot.begin()
         files = _disk_of(unit).files
         kinds = [_disk_of(unit).master_kind]
-        gradient = unit.gradients.mean.kind_on_disk if unit.gradients is not None else None
         kinds += dict.fromkeys(kind for part in parts for kind in self._kinds_of(part.piece))
         chunk = _Chunk(unit, low, high, parts, slot, kinds)
-        for kind in kinds if gradient is None else [*kinds, gradient]:
+        for kind in kinds:
             target = chunk.tensors[kind] = slot.take(high - low, kind[1])
             chunk.reads.append(files.lane.read(files.array(*kind), low, target))
+        resting = unit.gradients.mean.resting if unit.gradients is not None else None
+        if resting is not None:
+            chunk.gradient = slot.take(high - low, resting.whole.dtype)
+            chunk.reads.append(resting.read(low, chunk.gradient))
         return chunk
 
     def _update(self, chunk: _Chunk) -> _Slot:
@@ -352,8 +362,9 @@ class ChunkedStep:
     def _gradient(self, chunk: _Chunk, part: _Part) -> torch.Tensor:
         gradient, gradients = part.piece.grad, chunk.unit.gradients
         assert gradient is not None and gradients is not None, "only such parts are in a chunk"
-        if gradients.mean.kind_on_disk is not None and gradients.mean.is_on_disk(gradient):
-            return chunk.of(gradients.mean.kind_on_disk, part)
+        resting = gradients.mean.resting
+        if chunk.gradient is not None and resting is not None and resting.stands_for(gradient):
+            return chunk.cut(chunk.gradient, part)
         owned = chunk.unit.slice
         flat = owned.from_piece(part.index, gradient)[part.first : part.last]
         return owned.as_piece(part.index, flat)

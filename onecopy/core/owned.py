@@ -373,7 +373,7 @@ class OwnedGradients:
         groups: dict[Unit | None, list[int]] = {}
         for number in numbers:
             gradients = self._units[number].gradients
-            is_away = gradients is not None and gradients.mean.kind_on_disk is not None
+            is_away = gradients is not None and gradients.mean.is_on_disk
             groups.setdefault(self._units[number] if is_away else None, []).append(number)
         yield groups.pop(None, [])
         for unit, group in groups.items():

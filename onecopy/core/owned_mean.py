@@ -22,7 +22,6 @@ from onecopy.core.swapped import Swapped
 
 if TYPE_CHECKING:
     from onecopy.core.layout import Piece
-    from onecopy.core.swapped import Kind
     from onecopy.core.unit import Unit
 
 __all__ = ["OwnedMean"]
@@ -93,9 +92,15 @@ class OwnedMean:
 
     def drop(self) -> None:
         """The pieces have no gradient."""
-        self._resting = None
         for piece in self._unit.slice.pieces.values():
             piece.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """What has rested on the device, or in host memory, is the mean no more."""
+        if self._resting is not None:
+            self._resting.retire()
+            self._resting = None
 
     # Where it lies ----------------------------------------------------------------------------
 
@@ -141,38 +146,46 @@ class OwnedMean:
                 piece.grad = gradient
             kept.clear()
             if self._resting is not None:
-                self._resting.leave()
+                self._resting.put_back()
 
     # On disk ----------------------------------------------------------------------------------
 
     @property
-    def kind_on_disk(self) -> Kind | None:
-        """The kind of state that the mean is, where it rests on disk."""
-        on_disk = self._on_disk
-        if on_disk is None or on_disk.is_joined or on_disk.whole is not self.value:
-            return None
-        return MEAN, on_disk.whole.dtype
+    def resting(self) -> RestingMean | Swapped | None:
+        """What it rests as in another memory than the pieces, or on disk, if it does now."""
+        mean = self.value
+        for one in (self._resting, self._on_disk):
+            if one is not None and not one.is_joined and one.whole is mean:
+                return one
+        return None
+
+    @property
+    def is_on_disk(self) -> bool:
+        """It rests there."""
+        return isinstance(self.resting, Swapped)
 
     @property
     def bytes_on_disk(self) -> int:
         """Of the mean, where it rests there."""
         on_disk = self._on_disk
-        if on_disk is None or self.kind_on_disk is None or on_disk.is_being_written:
+        if on_disk is None or not self.is_on_disk or on_disk.is_being_written:
             return 0
         return on_disk.whole.nbytes
-
-    def is_on_disk(self, gradient: torch.Tensor) -> bool:
-        """Whether this gradient of a piece is a part of the mean that rests there."""
-        return self._on_disk is not None and self._on_disk.stands_for(gradient)
 
     @contextmanager
     def at_hand(self, *, changes: bool) -> Iterator[None]:
         """Inside, the mean is in memory; afterwards it is where it was before."""
-        if self.kind_on_disk is None or self._on_disk is None:
+        if self._on_disk is None or not self.is_on_disk:
             yield
             return
         with self._on_disk.at_hand(changes=changes):
             yield
+
+    def settle(self) -> None:
+        """Before a step in chunks: what somebody has touched rests again."""
+        if self._resting is not None:
+            self._resting.rest()
+        self.put_away()
 
     def put_away(self, *, behind: bool = False) -> None:
         """The mean goes to disk, where it is to be; `behind`: the write may go on."""
@@ -225,6 +238,7 @@ class OwnedMean:
         resting = self._resting
         if resting is None or self.value is not resting.whole:
             self.is_fresh = True
+            self._forget()
             resting = RestingMean(tier, result.to(self._unit.dtypes.gradient), self._views)
             self._resting = resting
         else:
@@ -254,6 +268,7 @@ class OwnedMean:
             pieces=owned.device,
             numel=self._unit.layout.slice_numels[owned.rank],
             wire=wire,
+            disk=placement.disk,
         )
 
 

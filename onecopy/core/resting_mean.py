@@ -2,15 +2,14 @@
 
 Means may wait on the device for an optimizer on the host, or in host memory for one on the device.
 Backwards add to them where they rest, norms and scaling act on them there, and they move once, unit
-by unit, when the step needs them. Pieces take no gradient of another device: theirs are parts of a
-stand-in without bytes, which wear a guard, so that whoever touches one finds its values.
+by unit or chunk by chunk, when the step needs them. Pieces take no gradient of another device:
+theirs are parts of a stand-in without bytes (see resting.py).
 
     resting --join--> in both memories --rest--> resting
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.core.guard import guard_class
+from onecopy.core.resting import Resting
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
     from onecopy.core.offload import Arriving, HostLane
+    from onecopy.core.swapped import DiskLane
 
 __all__ = ["MeanTier", "RestingMean"]
 
@@ -37,6 +37,7 @@ class MeanTier:
     pieces: where the pieces are.
     numel: elements that move; behind them lie flags.
     wire: the dtype in which a mean of the device comes down for a step.
+    disk: bounds what is in memory after a touch, where the pieces rest on disk.
     """
 
     lane: HostLane
@@ -45,17 +46,17 @@ class MeanTier:
     pieces: torch.device
     numel: int
     wire: torch.dtype
+    disk: DiskLane | None
 
 
-class RestingMean:
-    """See the module's docstring.
+class RestingMean(Resting):
+    """See the module's docstring; `whole` and its views are where the pieces are.
+
+    Each owned piece has one of `views` as its `.grad`.
 
     Attributes:
         values: (t,) gradient dtype, where they rest.
-        whole: (t,) like it where the pieces are; its storage is empty while they rest.
-        views: for each owned piece its part of `whole`, which becomes its `.grad`.
-        parts: the same of `values`.
-        is_joined: `whole` has the values, and somebody may have changed them.
+        parts: for each owned piece its part of `values`.
     """
 
     def __init__(
@@ -66,18 +67,15 @@ class RestingMean:
         Args:
             cut: makes the pieces' views of such a tensor.
         """
-        self.values = values
-        self.whole = torch.empty_like(values, device=tier.pieces)
-        self.views, self.parts = tuple(cut(self.whole)), tuple(cut(values))
-        self.is_joined = True
+        super().__init__()
+        self.values, self.parts = values, tuple(cut(values))
         self._tier = tier
-        self._plain = type(self.whole)
-        self._guard = guard_class(self._plain, weakref.ref(self))
-        self._num_owners = buffers.num_owners(self.whole)
         self._arriving: Arriving | None = None
         # Of `whole`, when it got the values; whether for somebody who may write uncounted.
         self._version, self._is_touched = 0, False
-        self._leave()
+        whole = torch.empty_like(values, device=tier.pieces)
+        self.take(whole, cut(whole))
+        self.leave()
 
     def at_rest(self, gradient: torch.Tensor) -> torch.Tensor:
         """This gradient of a piece where it rests; itself where it does not."""
@@ -99,45 +97,66 @@ class RestingMean:
         """A step will need the values: let them begin to come down, rounded as on the wire."""
         if self._tier.is_device and not self.is_joined and self._arriving is None:
             buffers.grow(self.whole)
-            self._arriving = self._down(self.whole, self.values, self._tier.wire)
+            self._arriving = self.read(0, self._moving(self.whole))
 
     def fetch(self) -> None:
-        """For a step: the pieces' gradients have the values, until `leave`."""
-        if self.is_joined:
-            return
+        """For a step: the pieces' gradients have the values, until `put_back`."""
         self.start_fetch()
-        if self._arriving is None:
-            buffers.grow(self.whole)
-            self._up(self.whole, self.values)
-        self._note_join()
+        self.join()
 
-    def leave(self) -> None:
+    def put_back(self) -> None:
         """After the step: they rest as they were, but for what the optimizer has changed."""
         if self._is_touched or self.whole._version != self._version:
             self.rest()
         else:
-            self._leave()
+            self.leave()
 
-    def join(self) -> None:
-        """Bring the values to the pieces, all of their digits; nothing where they are there."""
-        if self.is_joined:
-            return
-        buffers.grow(self.whole)
-        if self._tier.is_device:
-            self._arriving = self._down(self.whole, self.values, self.values.dtype)
+    def read(self, low: int, target: torch.Tensor) -> Arriving:
+        """For a part of a step: elements from number `low` on begin to come down likewise."""
+        tier, source = self._tier, self.values[low : low + target.numel()]
+        return tier.lane.down(target, source, tier.wire, tier.unit)
+
+    def _bring(self) -> None:
+        """All of their digits, unless they are on their way."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
         else:
-            self._up(self.whole, self.values)
-        self._note_join()
+            buffers.grow(self.whole)
+            self._copy(self.whole, self.values, is_up=not self._tier.is_device)
+        self._version, self._is_touched = self.whole._version, False
 
     def rest(self) -> None:
         """What somebody may have changed counts; then the values rest again."""
-        if not self.is_joined:
-            return
-        if self._tier.is_device:
-            self._up(self.values, self.whole)
+        if self.is_joined:
+            self._copy(self.values, self.whole, is_up=self._tier.is_device)
+            self.leave()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, *, is_up: bool) -> None:
+        target, source, lane = self._moving(target), self._moving(source), self._tier.lane
+        if is_up:
+            lane.up(target, source, self._tier.unit)
         else:
-            self._down(self.values, self.whole, self.whole.dtype).wait()
-        self._leave()
+            lane.down(target, source, source.dtype, self._tier.unit).wait()
+
+    def _moving(self, values: torch.Tensor) -> torch.Tensor:
+        """Without the flags."""
+        return values[: self._tier.numel]
+
+    def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
+        """Views are about to be used (see `guard.Gatherer`)."""
+        super().touch(tensors, function)
+        self._is_touched = True
+        if self._tier.disk is not None:
+            self._tier.disk.note_touch(self, tensors)
+
+    def retire(self) -> None:
+        """It is no gradient any more; whoever holds a part of it keeps the values."""
+        self.leave_to_holders()
+        if self._tier.disk is not None:
+            self._tier.disk.forget(self)
+
+    # Changes ----------------------------------------------------------------------------------
 
     def add(self, mean: torch.Tensor, pieces: Sequence[nn.Parameter]) -> None:
         """Add another mean, which is where this one rests.
@@ -165,43 +184,3 @@ class RestingMean:
         """Somebody may hold views of the memory where the pieces are."""
         if self.is_joined:
             self.whole.copy_(self.values)
-
-    # What the guard asks ----------------------------------------------------------------------
-
-    def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
-        """Views are about to be used (see `guard.Gatherer`)."""
-        self.join()
-        self._is_touched = True
-
-    def is_released(self, parameter: torch.Tensor) -> bool:
-        """Whether a view should wear its guard."""
-        return not self.is_joined
-
-    # Details ----------------------------------------------------------------------------------
-
-    def _down(self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> Arriving:
-        numel = self._tier.numel
-        return self._tier.lane.down(target[:numel], source[:numel], dtype, self._tier.unit)
-
-    def _up(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        numel = self._tier.numel
-        self._tier.lane.up(target[:numel], source[:numel], self._tier.unit)
-
-    def _note_join(self) -> None:
-        """The values are there, or arriving."""
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
-        for view in self.views:
-            view.__class__ = self._plain
-        self._version = self.whole._version
-        self.is_joined = True
-
-    def _leave(self) -> None:
-        """Give the memory of `whole` back; not while somebody has a view of it."""
-        is_held = buffers.num_owners(self.whole) > self._num_owners
-        if self.is_joined and not is_held and self.whole.untyped_storage().resizable():
-            buffers.free(self.whole)
-            for view in self.views:
-                view.__class__ = self._guard
-            self.is_joined = self._is_touched = False

@@ -15,14 +15,12 @@ a look at the pieces.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
-from onecopy.core.guard import guard_class
+from onecopy.core.resting import Resting
 from onecopy.memory import buffers
 
 __all__ = ["SplitMaster"]
@@ -33,48 +31,27 @@ ROW = 1024
 LOWEST_BIT_OF_BF16 = 1 << 16
 
 
-class SplitMaster:
-    """See the module's docstring.
-
-    Attributes:
-        whole: (s,) fp32; its storage is freed while split, and the pieces, its views, wear a guard
-            that joins at a touch.
-        is_joined: whether `whole` holds the values.
-    """
+class SplitMaster(Resting):
+    """See the module's docstring; `whole` is the (s,) fp32 slice, and `views` are the pieces."""
 
     def __init__(
         self, own: torch.Tensor, whole: torch.Tensor, pieces: Collection[nn.Parameter]
     ) -> None:
-        self.whole = whole
-        self.is_joined = True
+        super().__init__()
         self._own = own
         self._rest = torch.empty_like(own, dtype=torch.int16)
         self._ties = torch.empty(0, dtype=torch.int64, device=own.device)
-        self._pieces = pieces
-        self._guard = guard_class(nn.Parameter, weakref.ref(self))
+        self.take(whole, pieces)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is held beside the bf16 slice."""
         return self.whole, self._rest, self._ties
 
-    def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
-        """Pieces are about to be used (see `guard.Gatherer`)."""
-        self.join()
-
-    def is_released(self, parameter: torch.Tensor) -> bool:
-        """Whether a piece should wear its guard."""
-        return not self.is_joined
-
-    def join(self) -> None:
-        """Make the fp32 slice; nothing happens where it is there."""
-        if self.is_joined:
-            return
+    def _bring(self) -> None:
+        """Make the fp32 slice."""
         buffers.grow(self.whole)
         self._write(self.whole, 0)
-        self.is_joined = True
-        for piece in self._pieces:
-            piece.__class__ = nn.Parameter
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Elements of the fp32 slice: a view of it, or a copy while split."""
@@ -111,11 +88,11 @@ class SplitMaster:
             half_way = _places_of_lowest(self._rest)
             # The upper half is even where the value was rounded down.
             self._ties = half_way[(bits[half_way] & LOWEST_BIT_OF_BF16) == 0]
-        if self.whole.untyped_storage().resizable():
-            buffers.free(self.whole)
-            for piece in self._pieces:
-                piece.__class__ = self._guard
-            self.is_joined = False
+        self.leave()
+
+    def _can_leave(self) -> bool:
+        """Also where somebody holds views of the pieces."""
+        return self.whole.untyped_storage().resizable()
 
 
 def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -15,17 +15,16 @@ Source: ZeRO-Infinity (Rajbhandari et al. 2021), sections 5.1 and 6.3.
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onecopy.core.guard import guard_class
+from onecopy.core.resting import Resting
 from onecopy.errors import ParameterReleasedError, SwapError
 from onecopy.memory import buffers
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskLane", "Kind", "Moving", "SliceFiles", "Swapped"]
 
-# The tuple of views, the name in a loop over it, and the argument of sys.getrefcount.
-NUM_OWN_REFERENCES = 3
 # A kind of state, "master" or what an optimizer calls its own, and its dtype.
 Kind = tuple[str, torch.dtype]
 
@@ -93,7 +90,7 @@ class DiskLane:
         self._behind: deque[Swapped] = deque()
         self._spare: dict[tuple[str, int, torch.dtype], SwapArray] = {}
         # In the order of their last touch.
-        self._touched: dict[Swapped, None] = {}
+        self._touched: dict[Resting, None] = {}
         weakref.finalize(self, folder.close)
 
     def write_behind(self, one: Swapped) -> None:
@@ -107,8 +104,8 @@ class DiskLane:
         while self._behind:
             self._behind.popleft().finish()
 
-    def note_touch(self, one: Swapped, tensors: Collection[torch.Tensor]) -> None:
-        """It is in memory now; others go back to disk, but for those that are used together."""
+    def note_touch(self, one: Resting, tensors: Collection[torch.Tensor]) -> None:
+        """It is in memory now; others rest again, but for those that are used together."""
         self._touched.pop(one, None)
         self._touched[one] = None
         total = sum(each.whole.nbytes for each in self._touched if each.is_joined)
@@ -139,8 +136,8 @@ class DiskLane:
         array.read(start, values).wait()
         return values
 
-    def forget(self, one: Swapped) -> None:
-        """It does not go back to disk any more."""
+    def forget(self, one: Resting) -> None:
+        """It does not rest again."""
         self._touched.pop(one, None)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -225,51 +222,29 @@ class SliceFiles:
         return found
 
 
-class Swapped:
+class Swapped(Resting):
     """Values that rest on disk; see the module's docstring.
 
     Attributes:
-        whole: (n,) its storage is empty while they rest, and its views wear the guard.
         array: where they rest, from element `start` on.
-        is_joined: they are in memory, and somebody may have changed them.
         lane: what reads and writes them.
     """
 
     def __init__(self, files: SliceFiles, kind: Kind, start: int = 0) -> None:
+        super().__init__()
         self.array, self.start = files.array(*kind), start
-        self.whole = torch.empty(0, dtype=kind[1])
-        self.is_joined = False
         self.lane = files.lane
-        self._views: tuple[torch.Tensor, ...] = ()
-        self._plain: list[type[torch.Tensor]] = []
-        self._guards: dict[type[torch.Tensor], type[torch.Tensor]] = {}
-        self._holders = (0, 0)
         self._writing: Moving | None = None
 
-    def take(self, whole: torch.Tensor, views: Iterable[torch.Tensor]) -> None:
-        """Stand for these values, which are in memory, from now on.
-
-        Args:
-            whole: 1-D, with a storage of its own.
-            views: those of its views that wear the guard while they rest.
-        """
-        if not self.is_joined and any(
-            sys.getrefcount(one) > NUM_OWN_REFERENCES for one in self._views
-        ):
-            # Somebody holds the tensors of before: they keep their values.
-            self.join()
+    def leave_to_holders(self) -> None:
+        """Whoever holds a tensor that stands for the values keeps them: others are to come."""
+        super().leave_to_holders()
         self.finish()
-        self.whole, self._views = whole, tuple(views)
-        self.is_joined = True
-        self._plain = [type(view) for view in self._views]
-        for kind in set(self._plain) - self._guards.keys():
-            self._guards[kind] = guard_class(kind, weakref.ref(self))
-        self._holders = self._count_holders()
 
     @property
     def view(self) -> torch.Tensor:
         """What stands for the values, where it is one tensor."""
-        (view,) = self._views
+        (view,) = self.views
         return view
 
     @property
@@ -281,10 +256,6 @@ class Swapped:
     def is_being_written(self) -> bool:
         """The values are on their way to disk, and still in memory."""
         return self._writing is not None
-
-    def stands_for(self, value: object) -> bool:
-        """Whether this is the very tensor."""
-        return any(view is value for view in self._views)
 
     def touch(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
         """Views are about to be used (see `guard.Gatherer`).
@@ -299,26 +270,16 @@ class Swapped:
                 "of was touched: its values exist no more. Keep a copy of what you want to look at "
                 "later, tensor.detach().clone()"
             )
-        self.join()
+        super().touch(tensors, function)
         self.lane.note_touch(self, tensors)
 
-    def is_released(self, parameter: torch.Tensor) -> bool:
-        """Whether a view should wear its guard."""
-        return not self.is_joined
-
-    def join(self) -> None:
-        """Bring the values into memory; nothing happens where they are there."""
-        if self.is_joined:
-            return
+    def _bring(self) -> None:
         if self._writing is not None:
             (writing, self._writing) = (self._writing, None)
             writing.wait()
         else:
             buffers.grow(self.whole)
-            self.lane.read(self.array, self.start, self.whole).wait()
-        self.is_joined = True
-        for view, plain in zip(self._views, self._plain, strict=True):
-            view.__class__ = plain
+            self.read(0, self.whole).wait()
 
     def rest(self, *, behind: bool = False) -> None:
         """Write the values, and give their memory back.
@@ -348,12 +309,6 @@ class Swapped:
             writing.wait()
             buffers.free(self.whole)
 
-    def leave(self) -> None:
-        """Give the memory back of values that the file has."""
-        if self.is_joined and self._can_leave():
-            self._put_guards()
-            buffers.free(self.whole)
-
     @contextmanager
     def at_hand(self, *, changes: bool) -> Iterator[None]:
         """Inside, the values are in memory; afterwards they are where they were before."""
@@ -370,21 +325,11 @@ class Swapped:
     def follow(self) -> None:
         """The file has new values: who holds a view of the memory sees them, too."""
         if self.is_joined:
-            self.lane.read(self.array, self.start, self.whole).wait()
+            self.read(0, self.whole).wait()
 
-    def _can_leave(self) -> bool:
-        """Nobody else has a view of the memory, or its storage (torch.save has, until its end)."""
-        now = self._count_holders()
-        is_held = any(count > known for count, known in zip(now, self._holders, strict=True))
-        return not is_held and self.whole.untyped_storage().resizable()
-
-    def _count_holders(self) -> tuple[int, int]:
-        return buffers.num_owners(self.whole), buffers.num_references(self.whole)
-
-    def _put_guards(self) -> None:
-        self.is_joined = False
-        for view, plain in zip(self._views, self._plain, strict=True):
-            view.__class__ = self._guards[plain]
+    def read(self, low: int, target: torch.Tensor) -> Moving:
+        """Begin to read elements from number `low` on."""
+        return self.lane.read(self.array, self.start + low, target)
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Elements of it: a view, or a copy while they rest."""
@@ -392,7 +337,7 @@ class Swapped:
             return self.whole[start:stop]
         self.finish()
         values = torch.empty(stop - start, dtype=self.whole.dtype)
-        self.lane.read(self.array, self.start + start, values).wait()
+        self.read(start, values).wait()
         return values
 
     def put(self, start: int, values: torch.Tensor) -> None:

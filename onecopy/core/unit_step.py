@@ -70,7 +70,9 @@ class UnitSteps:
         on_disk = {}
         with_gradients = self.with_gradients()
         work = [unit for unit in units if unit in with_gradients]
-        for unit, following in itertools.zip_longest(work, work[1:]):
+        in_memory = [unit for unit in work if unit.slice.disk is None]
+        following = dict(itertools.pairwise(in_memory))
+        for unit in work:
             pieces = with_gradients[unit]
             if unit.state is UnitState.GATHERING:
                 # A refresh under way still reads the values that are about to change.
@@ -78,7 +80,7 @@ class UnitSteps:
             if unit.slice.disk is not None:
                 on_disk[unit] = pieces
             else:
-                self._run_in_memory(unit, pieces, following)
+                self._run_in_memory(unit, pieces, following.get(unit))
         self.chunked.run(on_disk)
 
     def _run_in_memory(
