@@ -114,8 +114,8 @@ class Offload:
     """Where states lie: each of the three on the "device", in "host" memory, or on "nvme".
 
     optimizer: masters and optimizer states; away from the device, the optimizer runs on the host.
-    gradients: the means that this rank owns, until the step takes them, unit by unit. With
-        optimizer="nvme" they are in host memory, or there too.
+    gradients: the means that this rank owns, until the step takes them, unit by unit. On "nvme"
+        where the optimizer's states are, too.
     parameters: what this rank owns of the parameters, at stage 3: each gather brings it up. On the
         device it is brought up once a step. On "nvme" where the optimizer's states are, too.
     fraction: from 0 to 1, the share of the model whose states these are: its first units. The

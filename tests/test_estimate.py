@@ -136,6 +136,7 @@ MOVED = [
     (Offload(optimizer="host", gradients="host"), 2 * 2 + 2, 2 * 2 + 2),
     (Offload(optimizer="host", gradients="host", parameters="host"), 2 * 2 + 2, 2 * 2 + 4 * 2),
     (Offload(optimizer="host"), 2 + 2, 2 + 2),
+    (replace(NVME, gradients="device", parameters="nvme"), 2 + 2, 2 + 4 * 2),
     (Offload(gradients="host"), 2 * 2 + 4, 2 * 2 + 4),
     (Offload(parameters="host"), 0, 2 + 4 * 2),
 ]
@@ -155,6 +156,7 @@ def test_bytes_moved(offload: Offload, kept: int, released: int) -> None:
         (NVME, 1, (16, 16)),
         (NVME, 3, (16 + 2 * 4, 16 + 2 * 4)),
         (replace(NVME, gradients="host"), 3, (12, 12)),
+        (replace(NVME, gradients="device"), 3, (12, 12)),
         (replace(NVME, parameters="host"), 1, (16, 16)),
         # The value is written once, and read by two gathers a backward.
         (replace(NVME, parameters="nvme"), 1, (16 + 2 * 2, 16 + 2)),
@@ -186,7 +188,7 @@ def test_values_on_nvme_are_the_masters_in_full_precision() -> None:
 def test_tiers_add_up(stage: int, widths: estimate.ElementWidths) -> None:
     """Wherever states lie, nothing is lost, and nothing is counted twice."""
     for parameters in ("device", "host", "nvme") if stage == 3 else ("device",):
-        for gradients in ("host", "nvme"):
+        for gradients in ("device", "host", "nvme"):
             offload = replace(NVME, parameters=parameters, gradients=gradients)
             found = estimate.owned_bytes(stage, 100, widths, offload)
             tiers = [

@@ -24,10 +24,10 @@ from tests.runs import OPTIMIZERS, full_values
 BUFFER = 1 << 16
 
 
-def on_disk(path: Path, parameters: str = "device") -> Offload:
+def on_disk(path: Path, parameters: str = "device", gradients: str = "nvme") -> Offload:
     return Offload(
         optimizer="nvme",
-        gradients="nvme",
+        gradients=gradients,
         parameters=parameters,
         path=str(path),
         buffer_bytes=BUFFER,
@@ -163,7 +163,7 @@ def test_checkpoints_go_from_tier_to_tier(
     parameters = "nvme" if stage == 3 else "device"
     swap, root = tmp_path / "swap", tmp_path / "root"
     swap.mkdir()
-    offload = on_disk(swap, parameters)
+    offload = on_disk(swap, parameters, "device" if number == 0 else "nvme")
     check_equal(pool.run(2, save_both, root, name, optimizer, stage, settings, offload))
     check_equal(pool.run(world, load_all, root, name, optimizer, stage, settings, offload))
 
@@ -242,7 +242,7 @@ def test_everything_that_reads_or_replaces(
     pool: Pool, tmp_path: Path, precision: str | None
 ) -> None:
     settings = {"precision": Precision(compute=precision, gradient=precision)} if precision else {}
-    offload = on_disk(tmp_path, "nvme")
+    offload = on_disk(tmp_path, "nvme", "nvme" if precision else "device")
     for plain, other in pool.run(2, ways, settings, offload):
         assert other[0] == plain[0]
         for mine, theirs in zip(other[1], plain[1], strict=True):
@@ -295,15 +295,20 @@ def both_ways(run: Any, offload: Offload) -> list[Outcome]:
 
 
 @pytest.mark.sampled(
-    "run, parameters",
-    list(itertools.product((thaw, of_several), ("device", "nvme"))),
-    2,
-    always=[(thaw, "device"), (of_several, "nvme")],
+    "run, parameters, gradients",
+    list(itertools.product((thaw, of_several), ("device", "nvme"), ("device", "nvme"))),
+    4,
+    always=[
+        (thaw, "device", "nvme"),
+        (thaw, "nvme", "device"),
+        (of_several, "nvme", "nvme"),
+        (of_several, "device", "device"),
+    ],
 )
 def test_what_is_trained_later_or_together(
-    pool: Pool, tmp_path: Path, run: Any, parameters: str
+    pool: Pool, tmp_path: Path, run: Any, parameters: str, gradients: str
 ) -> None:
-    check_equal(pool.run(2, both_ways, run, on_disk(tmp_path, parameters)))
+    check_equal(pool.run(2, both_ways, run, on_disk(tmp_path, parameters, gradients)))
 
 
 def of_tiles(root: Path, offload: Offload | None) -> list[Outcome]:

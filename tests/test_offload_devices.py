@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,8 +206,10 @@ def cases() -> list[tuple[int, str, Loop, dict[str, Any]]]:
     return found
 
 
-def through_pinned_memory() -> None:
+def through_pinned_memory(folder: str) -> None:
     """Real values take the way of an accelerator: piece by piece through pinned memory."""
+    # Files take what is in real memory, and nothing else. A unit is several chunks.
+    on_disk = Offload(optimizer="nvme", path=folder, buffer_bytes=1)
     empty, begin = torch.empty, HostLane.__init__
 
     def take(*sizes: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -221,7 +224,7 @@ def through_pinned_memory() -> None:
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]
     HostLane.__init__ = with_stream  # type: ignore[method-assign]
     plain = trained(None)
-    for name, place in PLACES.items():
+    for name, place in {**PLACES, "on disk": on_disk}.items():
         if name != "delayed":
             found = trained(replace(place, pinned_bytes=4 * 4096))
             assert all(map(torch.equal, found, plain)), name
@@ -244,9 +247,10 @@ def trained(offload: Offload | None) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def test_values_survive_pinned_memory(pool: Pool) -> None:
+def test_values_survive_pinned_memory(pool: Pool, tmp_path: Path) -> None:
     """In whatever pieces they go through it."""
-    code = "from tests.test_offload_devices import through_pinned_memory as run; run()"
+    start = "from tests.test_offload_devices import through_pinned_memory as run"
+    code = f"{start}; run({str(tmp_path)!r})"
     done = pool.run_in_subprocess(code)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all are equal" in done.stdout

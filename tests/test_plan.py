@@ -203,6 +203,7 @@ def test_reasons_name_what_was_set_aside() -> None:
         assert words in text
 
 
+GRADIENTS_ON_DEVICE = replace(NVME, gradients="device")
 GRADIENTS_ON_HOST = replace(NVME, gradients="host")
 MIXED = replace(NVME, parameters="host")
 TIGHT: dict[str, Any] = {"devices": 2, "device_memory": "40GB"}
@@ -240,8 +241,9 @@ def test_states_in_host_memory_where_nothing_fits_on_the_devices() -> None:
         ({"devices": 4, "device_memory": "5GB"}, (3, ALL_HOST)),
         ({"devices": 4, "device_memory": "5GB", "host_memory": "119GB", "nvme": "80GB"}, None),
         # Then NVMe, and of that as little as possible: what is not said has no limit.
-        ({"devices": 4, "device_memory": "15GB", "host_memory": "100GB"}, (3, GRADIENTS_ON_HOST)),
-        ({"devices": 4, "device_memory": "15GB", "host_memory": "20GB", "nvme": "1TB"}, (3, NVME)),
+        ({"devices": 4, "device_memory": "15GB", "host_memory": "20GB"}, (3, GRADIENTS_ON_DEVICE)),
+        ({"devices": 4, "device_memory": "14GB", "host_memory": "100GB"}, (3, GRADIENTS_ON_HOST)),
+        ({"devices": 4, "device_memory": "14GB", "host_memory": "20GB", "nvme": "1TB"}, (3, NVME)),
         ({"devices": 4, "device_memory": "5GB", "host_memory": "25GB", "nvme": "1TB"}, (3, MIXED)),
         (
             {"devices": 4, "device_memory": "5GB", "host_memory": "10GB", "nvme": "1TB"},

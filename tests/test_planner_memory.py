@@ -210,6 +210,8 @@ def test_states_in_host_memory(
         (3, 2, "bf16", 2, {"gradients": "nvme"}),
         (2, 3, "bf16", 1, {"gradients": "host", "parameters": "host"}),
         (1, 0, "fp32", 1, {"gradients": "host"}),
+        (2, 1, "bf16", 2, {"gradients": "device"}),
+        (2, 3, "bf16", 2, {"gradients": "device", "parameters": "nvme"}),
     ],
 )
 def test_states_on_nvme(  # noqa: PLR0913

@@ -42,6 +42,8 @@ TITLES = {
     "host": 'With states in host memory (ZeRO-Offload), offload="cpu"',
     "nvme": 'With states on NVMe (ZeRO-Infinity), offload=Offload(optimizer="nvme", ...)',
 }
+# Where they may be with states on NVMe, and how it is marked.
+PLACES_OF_GRADIENTS = {"device": "d", "host": "h"}
 TIER_WORDS = {"device": "", "host": " with offload", "nvme": " with offload to NVMe"}
 
 
@@ -171,8 +173,9 @@ def _notes_on_tiers(plan: Plan) -> Iterator[str]:
         yield '^: with parameters="host", too: each gather brings them up.'
     if any(one.parameters == "nvme" for one in offloads):
         yield 'v: with parameters="nvme", too: each gather reads them.'
-    if any(one.gradients != one.optimizer for one in offloads):
-        yield 'h: with gradients="host".'
+    for place, mark in PLACES_OF_GRADIENTS.items():
+        if any(one.gradients == place != one.optimizer for one in offloads):
+            yield f'{mark}: with gradients="{place}".'
     known = plan.options.capacity_of
     tiers = {tier for row in plan.rows for tier in row.outside if known(tier) is None}
     if "host" in tiers:
@@ -191,7 +194,8 @@ def label(row: Row) -> str:
     marks = ("*" if way.recompute else "") + ("+" if way.is_lean else "")
     if way.offload is not None:
         marks += {"device": "", "host": "^", "nvme": "v"}[way.offload.parameters]
-        marks += "h" if way.offload.gradients != way.offload.optimizer else ""
+        if way.offload.gradients != way.offload.optimizer:
+            marks += PLACES_OF_GRADIENTS[way.offload.gradients]
     return f"stage {row.stage}{marks}"
 
 

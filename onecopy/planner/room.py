@@ -159,7 +159,7 @@ def _remedies_for_host(offload: Offload) -> list[str]:
 def _remedies_for_drive(offload: Offload) -> list[str]:
     remedies = ["give a path with more space", "train on more nodes"]
     if offload.gradients == "nvme":
-        remedies.insert(1, 'keep gradients in host memory (gradients="host")')
+        remedies.insert(1, 'keep gradients in faster memory (gradients="host", or "device")')
     return remedies
 
 

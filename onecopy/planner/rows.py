@@ -88,7 +88,7 @@ def offloads(tier: str, *, releases: bool) -> list[Offload]:
     if tier == "host":
         return [HOST, ALL_HOST] if releases else [HOST]
     on_host = replace(NVME, gradients="host")
-    found = [on_host, NVME]
+    found = [replace(NVME, gradients="device"), on_host, NVME]
     if releases:
         found += [replace(on_host, parameters="host"), replace(NVME, parameters="host"), ALL_NVME]
     return found

@@ -31,12 +31,18 @@ def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
     arriving = [
         one.slice_numel(stage, devices) * (one.widths.wire + SUM + _written(one))
         for one in moved
-        if one.unit.trainable
+        if one.unit.trainable and not _comes_in_chunks(one)
     ]
     leaving = [one.slice_numel(stage, devices) * one.widths.compute for one in moved]
     on_the_way = max([*arriving, *leaving], default=0)
     buffers = on_the_way + _chunks(moved) + _read_ahead(moved, stage, devices)
     return buffers + sum(_made_ahead(one, stage, devices) for one in moved)
+
+
+def _comes_in_chunks(one: SizedUnit) -> bool:
+    """Gradients wait on the device, and come down into the chunks of the step."""
+    offload = one.offload
+    return offload is not None and offload.optimizer == "nvme" and offload.gradients == "device"
 
 
 def _written(one: SizedUnit) -> int:
