@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from onecopy.config import Config as Config
     from onecopy.config import Offload as Offload
     from onecopy.config import Precision as Precision
+    from onecopy.config import Quantize as Quantize
     from onecopy.core.build import init_sharded as init_sharded
     from onecopy.core.pretrained import load_pretrained as load_pretrained
     from onecopy.core.tiling import tile_linears as tile_linears
@@ -42,6 +43,7 @@ _WHERE = {
     "Offload": "onecopy.config",
     "OneCopyError": "onecopy.errors",
     "Precision": "onecopy.config",
+    "Quantize": "onecopy.config",
     "async_save": "onecopy.checkpoint.background",
     "clip_grad_norm_": "onecopy.api",
     "config_of": "onecopy.api",
@@ -68,6 +70,7 @@ __all__ = [
     "Offload",
     "OneCopyError",
     "Precision",
+    "Quantize",
     "async_save",
     "clip_grad_norm_",
     "config_of",

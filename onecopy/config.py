@@ -18,7 +18,7 @@ from typing import Any
 from onecopy.errors import ConfigError
 from onecopy.options import bytes_of, unknown_setting
 
-__all__ = ["Config", "Offload", "Precision"]
+__all__ = ["Config", "Offload", "Precision", "Quantize"]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "bf16+16", "bf16")
@@ -39,6 +39,10 @@ HYBRIDS = {
     "hpz": "node/world/world",
 }
 SAVED_TENSORS = ("auto", "always")
+# Codes of block quantization; comm/coding.py says what they are.
+CODES = ("int8", "int4", "fp8")
+# So few that scales would be half of what is sent, and so many that scales say nothing.
+MIN_BLOCK, MAX_BLOCK = 16, 1 << 16
 # From the fastest and smallest to the slowest and largest.
 TIERS = ("device", "host", "nvme")
 BUFFER_BYTES = 256 << 20
@@ -265,6 +269,56 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize:
+    """What travels in fewer bits: blocks of values share a scale, and are sent as codes.
+
+    Masters and optimizer states stay exact, and so do sums, checkpoints and state dicts.
+
+    weights: code of the parameters that leave a node in a gather (where there is one node: that
+        leave a rank), "int8", "int4" or "fp8"; None sends them as they are.
+    gradients: codes of gradients inside a node and across nodes, each one of these or None; None
+        alone is None for both. Where there is one node, the first counts.
+    block: how many values share a scale, an even number.
+    error_feedback: keep what gradients lose, coded in 8 bits, and add it to the next ones.
+
+    Sources: qwZ and qgZ of ZeRO++ (Wang et al. 2023); error feedback of LoCo (Xie et al. 2024).
+    """
+
+    weights: str | None = "int8"
+    gradients: tuple[str | None, str | None] | None = ("int8", "int4")
+    block: int = 2048
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        # In files 0 stands for None.
+        object.__setattr__(self, "weights", self.weights or None)
+        _check_choice("quantize.weights", self.weights, (*CODES, None))
+        object.__setattr__(self, "gradients", _pair_of_codes(self.gradients))
+        block = self.block
+        is_number = isinstance(block, int) and not isinstance(block, bool)
+        if not is_number or not MIN_BLOCK <= block <= MAX_BLOCK or block % 2:
+            raise ConfigError(
+                f"quantize.block={block!r}: give an even number of values from {MIN_BLOCK} to "
+                f"{MAX_BLOCK}; 2048 is usual, fewer cost bytes for scales and lose less"
+            )
+        if not isinstance(self.error_feedback, bool):
+            raise ConfigError(f"quantize.error_feedback={self.error_feedback!r}: True or False")
+        if self.error_feedback and self.gradients is None:
+            raise ConfigError(
+                "quantize.error_feedback keeps what quantized gradients lose, and "
+                "quantize.gradients is None: leave one of both out"
+            )
+        if self.weights is None and self.gradients is None:
+            raise ConfigError(
+                "quantize with weights=None and gradients=None quantizes nothing: say quantize=None"
+            )
+
+    def written(self) -> str:
+        """The call that makes it: Quantize(weights="int4", ...)."""
+        return f"Quantize({', '.join(f'{name}={value!r}' for name, value in _changed(self))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything `shard` can be told. Only `stage` is worth a thought at first.
 
@@ -298,6 +352,9 @@ class Config:
     offload: an `Offload`; "cpu" for optimizer states and gradients in host memory, "nvme:/path" for
         these and, at stage 3, parameters on a drive; None keeps all on the device. See
         docs/offload.md.
+    quantize: a `Quantize`: gradients, and parameters that travel far, are sent in fewer bits.
+        "auto" lets `shard` decide from the speed of the network; None sends everything as it is.
+        See docs/slow-networks.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -320,6 +377,7 @@ class Config:
     step_in_backward: bool | str = False
     whole_parameters: bool = False
     offload: Offload | str | None = None
+    quantize: Quantize | str | None = None
     saved_tensors: str = "auto"
     stall_seconds: float | None = 30.0
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
@@ -336,6 +394,8 @@ class Config:
             _check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))
         self._take_offload()
+        if not isinstance(self.quantize, Quantize):
+            _check_choice("quantize", self.quantize, (AUTO, None))
         if self.units is not None:
             object.__setattr__(self, "units", _names("units", self.units))
         object.__setattr__(self, "keep_gathered", _names("keep_gathered", self.keep_gathered))
@@ -476,10 +536,14 @@ class Config:
 
 
 # The settings that are records of their own, and tables in TOML.
-_POLICIES: dict[str, type[Precision | Offload]] = {"precision": Precision, "offload": Offload}
+_POLICIES: dict[str, type[Precision | Offload | Quantize]] = {
+    "precision": Precision,
+    "offload": Offload,
+    "quantize": Quantize,
+}
 
 
-def _settings_of(record: type[Config | Offload | Precision]) -> dict[str, Field[Any]]:
+def _settings_of(record: type[Config | Offload | Precision | Quantize]) -> dict[str, Field[Any]]:
     """The settings of a policy."""
     return {item.name: item for item in fields(record) if item.init}
 
@@ -524,7 +588,7 @@ def _check_memory(config: Config) -> None:
         )
 
 
-def _changed(record: Config | Offload | Precision) -> list[tuple[str, Any]]:
+def _changed(record: Config | Offload | Precision | Quantize) -> list[tuple[str, Any]]:
     """The fields of a policy that differ from their defaults."""
     return [
         (name, getattr(record, name))
@@ -533,14 +597,37 @@ def _changed(record: Config | Offload | Precision) -> list[tuple[str, Any]]:
     ]
 
 
-def _toml_lines(record: Config | Offload | Precision, leave_out: tuple[str, ...] = ()) -> list[str]:
+def _toml_lines(
+    record: Config | Offload | Precision | Quantize, leave_out: tuple[str, ...] = ()
+) -> list[str]:
     # JSON writes strings, numbers, booleans and lists as TOML does. TOML has no word for None:
     # where that is not the default, 0 says the same.
     return [
-        f"{name} = {json.dumps(0 if value is None else value)}"
+        f"{name} = {json.dumps(_without_none(value))}"
         for name, value in _changed(record)
         if name not in leave_out
     ]
+
+
+def _without_none(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_without_none(one) for one in value]
+    return 0 if value is None else value
+
+
+def _pair_of_codes(value: object) -> tuple[str | None, str | None] | None:
+    """The codes inside and across nodes; None where neither quantizes."""
+    if not value:
+        return None
+    if isinstance(value, str) or not isinstance(value, tuple | list) or len(value) != 2:
+        raise ConfigError(
+            f"quantize.gradients={value!r}: give two codes, inside a node and across nodes, for "
+            'example ("int8", "int4"); either may be None'
+        )
+    inside, across = (one or None for one in value)
+    _check_choice("quantize.gradients, inside a node,", inside, (*CODES, None))
+    _check_choice("quantize.gradients, across nodes,", across, (*CODES, None))
+    return None if inside is across is None else (inside, across)
 
 
 def _read(path: Path) -> str:

@@ -13,7 +13,8 @@ import torch
 
 from onecopy.comm import codec
 from onecopy.comm.codec import CODED_DTYPES, decode, encode
-from onecopy.comm.coding import ALIGNMENT_BYTES, CODES, SCALE_BYTES, Coding
+from onecopy.comm.coding import ALIGNMENT_BYTES, BITS, SCALE_BYTES, Coding
+from onecopy.config import CODES
 
 LEVELS = {"int8": 127, "int4": 7, "fp8": 448}
 SIZES = (0, 1, 2, 7, 63, 64, 65, 128, 1000, 1027)
@@ -159,7 +160,8 @@ def test_room_between_scales_and_codes_stays() -> None:
 
 
 def test_bytes_are_the_formula() -> None:
-    for (code, bits), block in itertools.product(CODES.items(), (16, 64, 2048)):
+    assert tuple(BITS) == CODES
+    for (code, bits), block in itertools.product(BITS.items(), (16, 64, 2048)):
         for numel in SIZES:
             coding = Coding(code, block)
             exact = math.ceil(numel / block) * SCALE_BYTES + math.ceil(numel * bits / 8)

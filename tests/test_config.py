@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onecopy import Config, Precision
+from onecopy import Config, Precision, Quantize
 from onecopy.errors import ConfigError
 
 CONFIGS = [
@@ -21,6 +21,9 @@ CONFIGS = [
         step_in_backward="two-pass",
         max_grad_norm=0.5,
     ),
+    Config(quantize="auto"),
+    Config(quantize=Quantize(weights=None, gradients=(None, "fp8"), block=64)),
+    Config(quantize=Quantize(weights="int4", gradients=None)),
 ]
 
 
@@ -51,6 +54,16 @@ def test_short_forms_are_read() -> None:
         ("stage 2\n", "the text is not TOML"),
         ("stall_seconds = -1\n", "stall_seconds=-1: give seconds, or None"),
         ("stall_seconds = 'long'\n", "stall_seconds='long': give seconds, or None"),
+        ("quantize = 'int8'\n", "quantize='int8' is not one of 'auto', None"),
+        ("[quantize]\nweights = 'int6'\n", r"quantize\.weights='int6' is not one of 'int8'"),
+        ("[quantize]\ngradients = 'int8'\n", "give two codes, inside a node and across nodes"),
+        ("[quantize]\ngradients = ['int8', 'int']\n", "across nodes,='int' is not one of"),
+        ("[quantize]\nblock = 63\n", r"quantize\.block=63: give an even number"),
+        ("[quantize]\nweights = 0\ngradients = 0\n", "quantizes nothing: say quantize=None"),
+        (
+            "[quantize]\ngradients = [0, 0]\nerror_feedback = true\n",
+            r"quantize\.gradients is None: leave one",
+        ),
         ("no/such/file.toml", r"no/such/file\.toml cannot be read"),
     ],
 )
@@ -61,9 +74,13 @@ def test_mistakes_are_told(text: str, advice: str) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [Precision(), Precision(compute="bf16", keep_fp32=("a", "b"), cast_inputs=False)],
+    [
+        Precision(),
+        Precision(compute="bf16", keep_fp32=("a", "b"), cast_inputs=False),
+        Quantize(weights=None, gradients=("fp8", None)),
+    ],
 )
-def test_policies_as_code(policy: Precision) -> None:
+def test_policies_as_code(policy: Precision | Quantize) -> None:
     assert eval(policy.written()) == policy
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT_BYTES", "CODES", "SCALE_BYTES", "Coding"]
+__all__ = ["ALIGNMENT_BYTES", "BITS", "SCALE_BYTES", "Coding"]
 
-# Bits of one value. fp8 is e4m3: 4 bits of exponent, 3 of mantissa.
-CODES = {"int8": 8, "int4": 4, "fp8": 8}
+# Bits of one value, in each of the codes of `Quantize`. fp8 is e4m3: 4 bits of exponent, 3 of mantissa.
+BITS = {"int8": 8, "int4": 4, "fp8": 8}
 SCALE_BYTES = 4
 ALIGNMENT_BYTES = 16
 
@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 16
 class Coding:
     """One way to quantize.
 
-    code: one of CODES.
+    code: one of BITS.
     block: values with a scale of their own, an even number; the last block of a range may be short.
     """
 
@@ -46,7 +46,7 @@ class Coding:
 
     def code_bytes(self, numel: int) -> int:
         """Bytes of the codes of so many values."""
-        return -(-numel * CODES[self.code] // 8)
+        return -(-numel * BITS[self.code] // 8)
 
     def num_bytes(self, numel: int, exact_bytes: int = 0) -> int:
         """Bytes of the payload of a range of so many values.
