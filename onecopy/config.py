@@ -492,9 +492,14 @@ class Config:
         return self.origins.get(name, "default" if is_default else "config object")
 
     @property
+    def is_auto(self) -> bool:
+        """The planner is to choose the stage."""
+        return str(self.stage) == AUTO
+
+    @property
     def chosen_stage(self) -> int | str:
         """`stage`, which is not "auto" any more from the moment at which `shard` cuts."""
-        assert self.stage != AUTO, "shard has asked the planner what auto means"
+        assert not self.is_auto, "shard has asked the planner what auto means"
         return self.stage
 
     @property
@@ -581,7 +586,7 @@ def _check_memory(config: Config) -> None:
             f'memory={config.memory!r}: give a size such as "80GiB", or a number of bytes'
         )
     _ = config.capacity
-    if config.stage != AUTO:
+    if not config.is_auto:
         raise ConfigError(
             f'memory={config.memory!r} is read for stage="auto" only, and stage is '
             f"{config.stage}: leave one of the two out"

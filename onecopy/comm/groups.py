@@ -29,6 +29,7 @@ __all__ = [
     "has_nodes",
     "host_group",
     "join_launched",
+    "launched_node",
     "world_group",
 ]
 
@@ -119,6 +120,13 @@ def join_launched(backend: str | None = None, device: torch.device | None = None
         world_size=world_size,
         device_id=device,
     )
+
+
+def launched_node() -> str | None:
+    """The node of this process, as torchrun numbers them; None where it has started all in one."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    is_in_one = local is None or local == os.environ.get("WORLD_SIZE")
+    return None if is_in_one else os.environ.get("GROUP_RANK")
 
 
 @dataclass(frozen=True, slots=True)

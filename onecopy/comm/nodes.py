@@ -20,7 +20,6 @@ section 3.3, where the order of slices is the tensor slice reordering.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from onecopy.comm.compare import gather_objects
-from onecopy.comm.groups import Group, Groups, has_nodes
+from onecopy.comm.groups import Group, Groups, has_nodes, launched_node
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -147,14 +146,14 @@ def find_nodes(
     ranks = world.ranks
     if node_size is not None:
         return tuple(ranks[low : low + node_size] for low in range(0, len(ranks), node_size))
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    if local is None or local == os.environ.get("WORLD_SIZE") or world.process_group is None:
+    here = launched_node()
+    if here is None or world.process_group is None:
         return (ranks,)
-    of_ranks = gather_objects(world, os.environ.get("GROUP_RANK", ""))
-    numbers = sorted(set(of_ranks), key=of_ranks.index)
-    found = zip(ranks, of_ranks, strict=True)
-    by_rank = list(found)
-    return tuple(tuple(rank for rank, node in by_rank if node == one) for one in numbers)
+    of_rank = dict(zip(ranks, gather_objects(world, here), strict=True))
+    return tuple(
+        tuple(rank for rank in ranks if of_rank[rank] == node)
+        for node in dict.fromkeys(of_rank.values())
+    )
 
 
 def make_groups(

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from onecopy.comm.compare import first_decides
-from onecopy.config import AUTO, Config
+from onecopy.config import Config
 from onecopy.core.stages import STAGES as TABLE
 from onecopy.errors import ConfigError
 from onecopy.memory.device import available_bytes
@@ -106,7 +106,7 @@ def choose_stage(
         ConfigError: no stage fits, or the model lies on the CPU and `config.memory` does not say
             how much of it a rank may have.
     """
-    if config.stage != AUTO:
+    if not config.is_auto:
         return config, None
     capacity = config.capacity or available_bytes(models[0][0].device)
     if capacity is None:
