@@ -441,7 +441,10 @@ class Config:
 
         `sinks` are code, so no file can have them.
         """
-        own = _toml_lines(self, leave_out=("stage", "sinks", *_POLICIES))
+        policies = [
+            name for name, kind in _POLICIES.items() if isinstance(getattr(self, name), kind)
+        ]
+        own = _toml_lines(self, leave_out=("stage", "sinks", *policies))
         tables: list[str] = []
         for name, kind in _POLICIES.items():
             policy = getattr(self, name)

@@ -22,6 +22,7 @@ CONFIGS = [
         max_grad_norm=0.5,
     ),
     Config(quantize="auto"),
+    Config(quantize=Quantize()),
     Config(quantize=Quantize(weights=None, gradients=(None, "fp8"), block=64)),
     Config(quantize=Quantize(weights="int4", gradients=None)),
 ]

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT_BYTES", "BITS", "SCALE_BYTES", "Coding"]
 
-# Bits of one value, in each of the codes of `Quantize`. fp8 is e4m3: 4 bits of exponent, 3 of mantissa.
+# Bits of one value, in each of the codes of `Quantize`. fp8 is e4m3: 4 bits of exponent, 3 of
+# mantissa.
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
 SCALE_BYTES = 4
 ALIGNMENT_BYTES = 16
