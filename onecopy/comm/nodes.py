@@ -4,15 +4,7 @@ Links inside a node are fast, those across nodes slow. So what all ranks are to 
 hops: each node first gets, from the others, every part once, spread over its ranks (across), and
 these pass on to each other what they got (inside). A sum goes the other way.
 
-Slices are numbered so that every hop moves contiguous ranges: first those of the first rank of each
-node, then those of the second of each, and so on. A *node part* is such a run of slices, one of
-each node: what a node gets together lies, in as many parts as the largest node has ranks, in the
-order of its ranks. A smaller node has the same parts; its ranks handle several of them, and each
-owns a slice in the first of its own.
-
-    nodes (0 1 2) (3 4 5) (6 7)      part 0          part 1      part 2
-    slices of ranks                  0   3   6   |   1   4   7   |   2   5
-    handled in node (6 7) by         6               7               7
+How slices are numbered, so that every hop moves contiguous ranges: see parts.py.
 
 Sources: MiCS (Zhang et al. 2022) section 3 (two-hop gather and reduce); ZeRO++ (Wang et al. 2023)
 section 3.3, where the order of slices is the tensor slice reordering.
@@ -29,6 +21,7 @@ import torch.distributed as dist
 
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.groups import Group, Groups, has_nodes, launched_node
+from onecopy.comm.parts import order_of_slices, parts_of
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -80,40 +73,6 @@ class Nodes:
         span = self.spans[self.inside.rank]
         first = sum(of_slices[: span.start])
         return first, first + sum(of_slices[span.start : span.stop])
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A node part before there are groups: which place of each node handles it, and who owns."""
-
-    handlers: tuple[int, ...]
-    is_owner: tuple[bool, ...]
-
-
-def parts_of(sizes: Sequence[int]) -> list[Part]:
-    """The node parts of nodes with so many ranks each."""
-    num_parts = max(sizes)
-    parts = []
-    for part in range(num_parts):
-        # Rank j of a node with n ranks handles the parts from j p / n on, and owns in the first.
-        handlers = tuple(((part + 1) * size - 1) // num_parts for size in sizes)
-        firsts = (one * num_parts // size for one, size in zip(handlers, sizes, strict=True))
-        parts.append(Part(handlers, tuple(first == part for first in firsts)))
-    return parts
-
-
-def order_of_slices(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks in the order of the slices that they own.
-
-    Args:
-        nodes: the ranks of each node.
-    """
-    return tuple(
-        nodes[node][handler]
-        for part in parts_of([len(one) for one in nodes])
-        for node, handler in enumerate(part.handlers)
-        if part.is_owner[node]
-    )
 
 
 def find_nodes(
