@@ -441,16 +441,12 @@ class Config:
 
         `sinks` are code, so no file can have them.
         """
-        policies = [
-            name for name, kind in _POLICIES.items() if isinstance(getattr(self, name), kind)
-        ]
+        found = {name: getattr(self, name) for name in _POLICIES}
+        policies = {name: one for name, one in found.items() if isinstance(one, _POLICIES[name])}
         own = _toml_lines(self, leave_out=("stage", "sinks", *policies))
         tables: list[str] = []
-        for name, kind in _POLICIES.items():
-            policy = getattr(self, name)
-            lines = _toml_lines(policy) if isinstance(policy, kind) else []
-            if lines:
-                tables += ["", f"[{name}]", *lines]
+        for name, policy in policies.items():
+            tables += ["", f"[{name}]", *_toml_lines(policy)]
         return "\n".join([f"stage = {json.dumps(self.stage)}", *own, *tables]) + "\n"
 
     @classmethod
