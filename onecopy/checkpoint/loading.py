@@ -259,6 +259,7 @@ class _Targets:
         planner = LoadRanges(ranges, keys, str(self._source.path))
         for model in self._named.models.values():
             for unit in model.engine.units if ranges else ():
+                unit.drop_secondary()
                 if unit.slice.disk is None:
                     unit.slice.join_master()
         with errors_of_ranks(self._named.group):

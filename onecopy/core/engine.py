@@ -246,19 +246,37 @@ class Engine:
             unit.finish_gather()
             return
         self._live[unit] = None
-        agreement, wish = self.collectives.agreement, wish or self._wishes[unit.number]
-        if self.schedule.use(unit):
-            agreement.scheduled(wish)
-        else:
-            agreement.agree(wish)
+        self._agree(unit, wish or self._wishes[unit.number])
         if self._reads_ahead:
             for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
-                if other.state is UnitState.SHARDED:
+                if other.state is UnitState.SHARDED and other.secondary is None:
                     other.slice.start_fetch()
         if unit.state is UnitState.SHARDED:
             unit.start_gather()
         self._prefetch()
         unit.finish_gather()
+
+    def _agree(self, unit: Unit, wish: str) -> None:
+        """Count a use of a unit; where it is not foreseen, all ranks must want the same.
+
+        Where the node keeps its values, and a forward has written into them on some rank, these
+        have to come from their owners once more. A rank that only learns of it in a use that is
+        foreseen would hang: an error names both.
+        """
+        agreement, is_foreseen = self.collectives.agreement, self.schedule.use(unit)
+        if unit.secondary is None:
+            (agreement.scheduled if is_foreseen else agreement.agree)(wish)
+        elif not is_foreseen:
+            hidden = str(int(unit.has_hidden_writes))
+            news = agreement.exchange(wish, f"{int(unit.has_news)}{hidden}")
+            unit.has_hidden_writes = any(one[1] == "1" for one in news)
+            if any(one[0] == "1" for one in news):
+                unit.drop_secondary()
+        elif unit.has_news:
+            agreement.agree(f"{wish}, into which its own forward has written")
+            unit.drop_secondary()
+        else:
+            agreement.scheduled(wish)
 
     def _prefetch(self) -> None:
         """Start the gathers of the next units, as far ahead as the configuration allows."""
@@ -268,7 +286,7 @@ class Engine:
                 # In use now, and needed again later: it will be gathered then.
                 continue
             ahead += unit.flat.numel() * unit.flat.itemsize
-            if limit is not None and ahead > limit:
+            if unit.has_news or (limit is not None and ahead > limit):
                 return
             if unit.state is UnitState.SHARDED:
                 unit.start_gather()
@@ -357,6 +375,7 @@ class Engine:
                 self.begin_segment(("full parameters",))
             for unit in self.units:
                 self.demand(unit)
+                unit.drop_secondary()
                 # Now, so that what is changed inside can be told from what is not.
                 unit.slice.join_master()
             self.schedule.end()

@@ -83,6 +83,7 @@ class Touch:
             # A graph, or an alias, may hold its memory: no net is spread here.
             unit.keep_for_graph()
             unit.expect_writes()
+            unit.drop_secondary()
         elif self._saved is not None and not self._saved.is_watched:
             unit.keep_for_graph()
             self._saved.need()

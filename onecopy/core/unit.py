@@ -14,6 +14,13 @@ GATHERED: parameters hold their values.
 Tensor roles (n = padded_numel of the layout, s of them in this rank's slice):
     flat    (n,) compute dtype; parameters are its views; its storage is freed while SHARDED
     slice   (s,) what this rank owns of it: see owned_slice.py
+    secondary  (part_numel,) compute dtype; where stage.keeps_secondary: what the ranks of this
+            node hold together of `flat`, this rank's part; from the first gather after the values
+            have changed until they change again, so that gathers in between leave no node
+
+The secondary exists on all ranks or on none, and on all it is what the masters round to: what may
+change masters drops it where all ranks do the same (a step, a load, a touch outside of forward). A
+forward that writes into its parameters is known here alone: see `has_news`.
 """
 
 from __future__ import annotations
@@ -123,6 +130,10 @@ class Unit:
         self._expects_writes = False
         # They were, by the model's own code: look after each forward.
         self.has_hidden_writes = False
+        self.secondary: torch.Tensor | None = None
+        # The masters have values that the secondary lacks, which other ranks may not know of: to be
+        # agreed on before the next gather.
+        self.has_news = False
         # Released, while somebody who may write into it has a tensor of it.
         self._is_lent = False
         self._num_owners = buffers.num_owners(self.flat)
@@ -203,6 +214,7 @@ class Unit:
         Args:
             dtypes: as they would have been if the parameters had been trainable at shard.
         """
+        self.drop_secondary()
         self.slice.convert(dtypes.master)
         self.dtypes = dtypes
         for index, piece in self.slice.pieces.items():
@@ -214,7 +226,8 @@ class Unit:
     @property
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
         """What holds the values and the masters, as it is now."""
-        return self.flat, *self.slice.tensors
+        secondary = () if self.secondary is None else (self.secondary,)
+        return self.flat, *self.slice.tensors, *secondary
 
     @property
     def steps_alone(self) -> bool:
@@ -262,6 +275,7 @@ class Unit:
         except BaseException:
             # The connection is broken, but a peer may still be writing: the bytes must stay.
             self._drop_values(keep_bytes=True)
+            self.drop_secondary()
             raise
         self._remove_guard()
 
@@ -328,6 +342,7 @@ class Unit:
         self._versions = versions
         if is_known or not self.slice.is_only_read:
             self.take_values()
+            self.has_news = self.secondary is not None
 
     def look_for_hidden_writes(self, *, is_foreseen: bool) -> None:
         """A forward has run. Has it written in ways that torch does not count?
@@ -350,12 +365,18 @@ class Unit:
             self._is_lent = False
             if not buffers.is_freed(self.flat):
                 self.slice.take_values()
+                self.has_news = self.secondary is not None
+
+    def drop_secondary(self) -> None:
+        """The masters change, or may: on all ranks alike, as the next gather leaves the node."""
+        self.secondary, self.has_news = None, False
 
     def note_update(self) -> None:
         """The masters have changed: autograd shall refuse what it saved before, as it always does.
 
         Of released parameters, too: backward would gather the new values.
         """
+        self.drop_secondary()
         torch.autograd.graph.increment_version(self.parameters)
         if self.state is UnitState.GATHERED:
             self._versions = [parameter._version for parameter in self.parameters]
@@ -473,8 +494,14 @@ class Unit:
             )
 
     def _send_own(self, kind: str) -> None:
-        own, numels = self.slice.rounded(), self.layout.slice_numels
-        self._pending = self._collectives.gather(self.flat, own, numels, self.number, verb=kind)
+        numels = self.layout.slice_numels
+        # The node has all values together already?
+        own = None if self.secondary is not None else self.slice.rounded()
+        if own is not None and self._stage.keeps_secondary:
+            self.secondary = self.flat.new_empty(self._collectives.part_numel(numels))
+        self._pending = self._collectives.gather(
+            self.flat, own, numels, self.number, verb=kind, secondary=self.secondary
+        )
         self.state = UnitState.GATHERING
         self._events.emit(
             "refresh" if kind == "refresh" else "gather",
