@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.core.settings_copy import copy_of_groups
 from onecopy.core.worker import Worker, make_thread
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class DelayedUpdate:
             pieces: by unit and number of their group.
         """
         optimizer = self._optimizer
-        groups = [_settings_of(group) for group in optimizer.param_groups]
+        # A scheduler changes a learning rate that is a tensor.
+        groups = copy_of_groups(optimizer, refuses=False)
         parts = [self._part(unit, of_unit) for unit, of_unit in pieces.items()]
         self._units, self.is_under_way = list(pieces), True
         worker = Worker(optimizer, self._states, groups)
@@ -135,15 +137,6 @@ class DelayedUpdate:
                 gradients[twin] = piece.grad.clone() if stays else piece.grad
                 piece.grad = None
         return _Part(twins, gradients)
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a group as they are now: a scheduler changes a learning rate that is a tensor."""
-    settings = {name: value for name, value in group.items() if name != "params"}
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in settings.items()
-    }
 
 
 def _run(worker: Worker, parts: Iterable[_Part]) -> None:

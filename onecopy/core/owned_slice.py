@@ -24,6 +24,7 @@ from torch import nn
 from onecopy.core.offload import HOST
 from onecopy.core.slice_on_disk import SliceOnDisk
 from onecopy.core.split import SplitMaster
+from onecopy.core.step_alone import bring_home
 from onecopy.core.swapped import SliceFiles
 from onecopy.core.views import view_of
 from onecopy.errors import ShardingError
@@ -233,19 +234,15 @@ class OwnedSlice:
             self.rest()
 
     def take_back(self) -> None:
-        """Pieces that an optimizer has given other memory (`p.data = ...`) lie here again.
+        """Pieces that an optimizer has given other memory lie here again, with their values.
 
-        With their values. Only while the master is in memory.
+        Only while the master is in memory.
         """
-        storage, first = self._master.untyped_storage()._cdata, self._master.storage_offset()
+        first, width = self._master.data_ptr(), self._master.itemsize
         for place in self.places:
             piece = self.pieces[place.index]
-            is_here = piece.untyped_storage()._cdata == storage
-            if is_here and piece.storage_offset() == first + place.start:
-                continue
-            part = self._part(place)
-            part.copy_(piece.detach())
-            piece.data = part
+            if piece.data_ptr() != first + place.start * width:
+                bring_home(piece, self._part(place))
 
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the master in another dtype; pieces stay who they are."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SettingsCopy", "UnfitError", "is_same"]
+__all__ = ["SettingsCopy", "UnfitError", "copy_of_groups", "is_same"]
 
 # Attributes of every optimizer that its update rule does not read, or that others put there: hooks,
 # schedulers, gradient scalers, and onecopy itself.
@@ -53,7 +53,7 @@ class SettingsCopy:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.groups: list[dict[str, Any]] = _copied(_groups_of(optimizer), "param_groups")
+        self.groups = copy_of_groups(optimizer)
         self.attributes: dict[str, Any] = _copied(_attributes_of(optimizer), "attributes")
 
     def copied(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -67,6 +67,18 @@ class SettingsCopy:
     def are_those_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer still has them."""
         return self.are(_groups_of(optimizer), _attributes_of(optimizer))
+
+
+def copy_of_groups(
+    optimizer: torch.optim.Optimizer, *, refuses: bool = True
+) -> list[dict[str, Any]]:
+    """The settings of each group, without its parameters.
+
+    Args:
+        refuses: raise UnfitError where one is an object that may change without a trace; else that
+            is the optimizer's own.
+    """
+    return _copied(_groups_of(optimizer), "param_groups", refuses=refuses)  # type: ignore[no-any-return]
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -84,14 +96,17 @@ def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _copied(value: Any, place: str) -> Any:
+def _copied(value: Any, place: str, *, refuses: bool = True) -> Any:
     if type(value) is torch.Tensor:
         return value.detach().clone()
     if type(value) is dict:
-        return {key: _copied(item, f"{place}[{key!r}]") for key, item in value.items()}
+        return {
+            key: _copied(item, f"{place}[{key!r}]", refuses=refuses) for key, item in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(_copied(item, f"{place}[{n}]") for n, item in enumerate(value))
-    if isinstance(value, _VALUES):
+        items = enumerate(value)
+        return type(value)(_copied(item, f"{place}[{n}]", refuses=refuses) for n, item in items)
+    if isinstance(value, _VALUES) or not refuses:
         return value
     raise UnfitError(f"it has a {type(value).__name__} in {place}, whose changes cannot be seen")
 

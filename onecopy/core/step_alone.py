@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["step_alone"]
+__all__ = ["bring_home", "step_alone"]
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -30,11 +30,15 @@ def step_alone(
             for number, group in enumerate(groups)
         ]
         _plain_step(optimizer)(optimizer)
-    for piece, values in memory:
-        if piece.data_ptr() != values.data_ptr():
-            # The optimizer has given it other memory: `p.data = ...`.
-            values.copy_(piece.detach())
-            piece.data = values
+    for piece, home in memory:
+        if piece.data_ptr() != home.data_ptr():
+            bring_home(piece, home)
+
+
+def bring_home(piece: nn.Parameter, home: torch.Tensor) -> None:
+    """An optimizer has given a piece other memory (`p.data = ...`): back, with its values."""
+    home.copy_(piece.detach())
+    piece.data = home
 
 
 @contextmanager
