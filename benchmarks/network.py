@@ -229,7 +229,7 @@ def _join_by_bridge(
     switch = _make_namespace(stack)
     _run("ip", "-n", switch, "link", "add", BRIDGE, "type", "bridge")
     _run("ip", "-n", switch, "link", "set", BRIDGE, "up")
-    ends = []
+    ends: list[tuple[str, str]] = []
     for number, node in enumerate(nodes):
         pair = (node, WIRE), (switch, f"port{number}")
         _make_pair(*pair)
