@@ -28,22 +28,28 @@ class Step:
     seen: Counters
 
 
-def train(ways: Sequence[Mapping[str, Any]]) -> tuple[Counters, list[list[Step]]]:
-    """What a reading itself adds, then the steps of each way to shard the model."""
+def train(
+    ways: Sequence[tuple[Mapping[str, Any], int]],
+) -> tuple[Counters, list[list[Step]]]:
+    """What a reading itself adds, then the steps of each way.
+
+    Args:
+        ways: settings of shard, and how many backwards a step has.
+    """
     dist.init_process_group("gloo")
     before = settled()
     reading = settled().since(before)
-    steps = [_train(way) for way in ways]
+    steps = [_train(*way) for way in ways]
     dist.barrier()
     dist.destroy_process_group()
     return reading, steps
 
 
-def _train(way: Mapping[str, Any]) -> list[Step]:
+def _train(settings: Mapping[str, Any], backwards: int) -> list[Step]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    onecopy.shard(model, optimizer, **way)
+    onecopy.shard(model, optimizer, **settings)
     batch = torch.randn(BATCH, WIDTH)
     sent: list[int] = []
     onecopy.events.add_sink(model, lambda event: sent.append(event.across_bytes))
@@ -51,7 +57,8 @@ def _train(way: Mapping[str, Any]) -> list[Step]:
     before = settled()
     for number in range(WARM_STEPS + STEPS):
         sent.clear()
-        model(batch).float().square().mean().backward()
+        for _ in range(backwards):
+            model(batch).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         now = settled()

@@ -19,11 +19,11 @@ import pytest
 
 from benchmarks.network import CannotMakeNodesError, Network, network
 from onecopy.planner.papers import Zeropp
-from tests.network_rank import NUM_PARAMETERS, STEPS, train
+from tests.network_rank import NUM_PARAMETERS, train
 from tests.pool import RANK_ENVIRONMENT
 
 RANKS = (2, 2)
-MEGABITS = 1000  # so that no packet is lost, and none is repeated
+MEGABITS = 1000  # slower than the kernel, which drops packets where the receiver gets no turn
 TOLERANCE = 1.03
 # Padding and the flags that ride along with gradients.
 ROUNDING = 0.002
@@ -31,7 +31,7 @@ ROUNDING = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Settings of shard, and what crosses nodes in a step as the paper counts it.
+    """A way to train, and what crosses nodes in a step as the paper counts it.
 
     times: the parameters' bytes in the dtype of compute.
     """
@@ -39,6 +39,7 @@ class Way:
     name: str
     times: Fraction | int
     settings: dict[str, Any]
+    backwards: int = 1
 
     @property
     def expected(self) -> float:
@@ -47,16 +48,22 @@ class Way:
         return float(self.times * NUM_PARAMETERS * itemsize / 2)
 
 
+HPZ = Zeropp(secondary=True)
 WAYS = [
     Way(name="ZeRO-3", times=Zeropp().across_nodes(), settings={"stage": 3}),
     Way(
-        name="ZeRO-3 in bf16",
-        times=Zeropp().across_nodes(),
+        name="ZeRO-3 in bf16, twice",
+        times=Zeropp().across_nodes(2),
         settings={"stage": 3, "precision": "bf16"},
+        backwards=2,
     ),
     Way(name="ZeRO-2", times=2, settings={"stage": 2}),
-    # The sum goes to one rank of each node, and its mean comes back to every rank.
+    # One sum to a rank of each node, and its mean back to all, neither of them in hops.
     Way(name="ZeRO-0", times=4, settings={"stage": 0}),
+    Way(name="hpZ, twice", times=HPZ.across_nodes(2), settings={"stage": "hpz"}, backwards=2),
+    # The sum and its mean, or the sum and the updated values.
+    Way(name="MiCS", times=2, settings={"stage": "mics"}),
+    Way(name="HFSDP", times=2, settings={"stage": "hfsdp"}),
 ]
 
 
@@ -73,19 +80,26 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 
 
 def test_bytes_between_nodes(nodes: Network) -> None:
-    """The paper's count, the events' and the kernel's, of each step and in both directions."""
-    ranks = nodes.launch(train, [way.settings for way in WAYS])
+    """The paper's count, the events' and the kernel's: of each step, in both directions."""
+    ranks = nodes.launch(train, [(way.settings, way.backwards) for way in WAYS])
     for number, way in enumerate(WAYS):
-        for one in range(STEPS):
-            steps = [steps[number][one] for _, steps in ranks]
-            counted = steps[0].counted + steps[1].counted, steps[2].counted + steps[3].counted
-            assert counted == pytest.approx((way.expected,) * 2, rel=ROUNDING), way.name
-            for rank, (step, (reading, _)) in enumerate(zip(steps, ranks, strict=True)):
-                here = nodes.node_of(rank)
-                sent = step.seen.sent_payload - reading.sent_payload
-                received = step.seen.received_payload - reading.received_payload
-                assert counted[here] <= sent <= TOLERANCE * counted[here], (way.name, step)
-                assert counted[1 - here] <= received <= TOLERANCE * counted[1 - here], (
-                    way.name,
-                    step,
-                )
+        steps = list(zip(*(ways[number] for _, ways in ranks), strict=True))
+        for of_ranks in steps:
+            counted = [sum(one.counted for one in of_ranks[node : node + 2]) for node in (0, 2)]
+            assert counted == pytest.approx([way.expected] * 2, rel=ROUNDING), way.name
+        for rank, (reading, _) in enumerate(ranks):
+            here = nodes.node_of(rank)
+            seen = [of_ranks[rank].seen for of_ranks in steps]
+            sent = [one.sent_payload - reading.sent_payload for one in seen]
+            received = [one.received_payload - reading.received_payload for one in seen]
+            check(way, sent, counted[here])
+            check(way, received, counted[1 - here])
+
+
+def check(way: Way, seen: list[int], counted: int) -> None:
+    """In each step as much as was counted; TCP may repeat what a busy receiver has not confirmed.
+
+    That can only add, so the least of some equal steps is what they send.
+    """
+    assert all(one >= counted for one in seen), (way.name, seen, counted)
+    assert min(seen) <= TOLERANCE * counted, (way.name, seen, counted)
