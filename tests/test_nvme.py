@@ -107,6 +107,18 @@ def test_a_part_of_the_units(pool: Pool, tmp_path: Path, gradients: str) -> None
     check_equal(pool.run(2, both, plan, offload))
 
 
+@pytest.mark.parametrize("gradients", TIERS)
+def test_bf16_means_are_rounded_as_on_the_way_to_the_host(
+    pool: Pool, tmp_path: Path, gradients: str
+) -> None:
+    """Once for each copy: those on the device as sums, those below as they come."""
+    at_host = Offload(optimizer="host", gradients="device" if gradients == "device" else "host")
+    plan = Plan(
+        name="gpt", stage=3, backwards=2, max_grad_norm=0.5, settings={"precision": "bf16"}
+    )
+    check_equal(pool.run(2, both, plan, on_disk(tmp_path, gradients), at_host))
+
+
 def states(stage: int, precision: str | None, offload: Offload) -> tuple[StateBytes, int, int, int]:
     """Bytes after the second backward; elements of this rank's slices, of its means, of all."""
     model = models.build("gpt")

@@ -281,6 +281,26 @@ def test_bytes_where_the_optimizer_is_on_the_other_side(pool: Pool, stage: int) 
             assert states.total == total + states.host
 
 
+def left_by_zero_grad(offload: Offload) -> tuple[int, int]:
+    """Bytes of gradients before and after it, at a stage that keeps no buffers."""
+    model = models.build("gpt")
+    optimizer = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, optimizer, stage=3, offload=offload)
+    models.loss(model, models.batch("gpt", 0, 0)).backward()
+    optimizer.step()
+    before = measure(model, optimizer).gradients
+    optimizer.zero_grad()
+    return before, measure(model, optimizer).gradients
+
+
+@pytest.mark.parametrize("offload", [HOST, MEANS, MASTERS], ids=["host", "means", "masters"])
+def test_zero_grad_gives_the_memory_of_gradients_back(pool: Pool, offload: Offload) -> None:
+    """Wherever they were, so that the next forward has it."""
+    ((before, after),) = pool.run(1, left_by_zero_grad, offload)
+    assert before > 0
+    assert after == 0
+
+
 def save_and_go_on(root: str, before: Offload | None, after: Offload | None) -> bool:
     """Train two steps, save, load into another placement, train one more; and without a break."""
 

@@ -445,6 +445,7 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
             continue
         if unit.gradients.has_local:
             unit.gradients.clear(keep_means=True)
+        unit.gradients.mean.note_removal()
         unit.gradients.forget_overflow()
 
 

@@ -96,6 +96,11 @@ class OwnedMean:
             piece.grad = None
         self._forget()
 
+    def note_removal(self) -> None:
+        """Somebody has removed gradients of pieces: with the last of them the mean is gone."""
+        if self._resting is not None and self.value is None:
+            self._forget()
+
     def _forget(self) -> None:
         """What has rested on the device, or in host memory, is the mean no more."""
         if self._resting is not None:

@@ -108,21 +108,13 @@ def test_what_is_kept_in_fewer_bytes() -> None:
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def train_offloaded(
-    settings: dict[str, Any], folder: str | None = None
-) -> tuple[list[torch.Tensor], set[str]]:
-    """Four steps; whole parameters, and on what kinds of devices masters and states lie.
-
-    Args:
-        folder: where files of states on NVMe go; then the offload is all there.
-    """
+def train_offloaded(settings: dict[str, Any]) -> tuple[list[torch.Tensor], set[str]]:
+    """Four steps; whole parameters, and on what kinds of devices masters and states lie."""
     dist.init_process_group()
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     model = models.build("tied").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    if folder is not None:
-        settings = {**settings, "offload": f"nvme:{folder}"}
     onecopy.shard(model, optimizer, max_grad_norm=0.5, **settings)
     for step in range(4):
         for number in range(2):
@@ -162,9 +154,17 @@ def test_offload_trains_like_the_device(stage: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_offload_to_nvme_trains_like_the_device(stage: int, tmp_path: Path) -> None:
-    """The same with files below the folder of the test."""
-    check_like_the_device(stage, {}, str(tmp_path))
+@pytest.mark.parametrize("gradients", ["device", "nvme"])
+def test_offload_to_nvme_trains_like_the_device(stage: int, gradients: str, tmp_path: Path) -> None:
+    """The same with files below the folder of the test; each unit is several chunks."""
+    offload = onecopy.Offload(
+        optimizer="nvme",
+        gradients=gradients,
+        parameters="nvme" if stage == 3 else "device",
+        path=tmp_path,
+        buffer_bytes=1,
+    )
+    check_like_the_device(stage, {"offload": offload})
 
 
 @cache
@@ -173,13 +173,13 @@ def on_the_device(world: int, stage: int) -> list[tuple[list[torch.Tensor], set[
     return launch(train_offloaded, world, {"stage": stage})
 
 
-def check_like_the_device(stage: int, settings: dict[str, Any], folder: str | None = None) -> None:
+def check_like_the_device(stage: int, settings: dict[str, Any]) -> None:
     """Values are close to those of training without offload."""
     world = min(4, torch.cuda.device_count())
     offload = settings.get("offload")
     place = "cuda" if offload is not None and offload.optimizer == "device" else "cpu"
     plain = on_the_device(world, stage)
-    offloaded = launch(train_offloaded, world, {"stage": stage, **settings}, folder)
+    offloaded = launch(train_offloaded, world, {"stage": stage, **settings})
     for (values, kinds), (own_values, own_kinds) in zip(plain, offloaded, strict=True):
         assert (kinds, own_kinds) == ({"cuda"}, {place})
         for one, other in zip(values, own_values, strict=True):
