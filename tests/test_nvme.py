@@ -113,9 +113,7 @@ def test_bf16_means_are_rounded_as_on_the_way_to_the_host(
 ) -> None:
     """Once for each copy: those on the device as sums, those below as they come."""
     at_host = Offload(optimizer="host", gradients="device" if gradients == "device" else "host")
-    plan = Plan(
-        name="gpt", stage=3, backwards=2, max_grad_norm=0.5, settings={"precision": "bf16"}
-    )
+    plan = Plan(name="gpt", stage=3, backwards=2, max_grad_norm=0.5, settings={"precision": "bf16"})
     check_equal(pool.run(2, both, plan, on_disk(tmp_path, gradients), at_host))
 
 
