@@ -572,6 +572,7 @@ def _add_methods(model: nn.Module, owner: Handle) -> None:
         """See torch.nn.Module.zero_grad; clears the owned slices too."""
         one = _alive(reference)
         handle.of(one).engine.owned.clear(set_to_none=set_to_none)
+        handle.of(one).backward.give_up()
         type(one).zero_grad(one, set_to_none)
         for gradients in handle.of(one).engine.gradients:
             gradients.zero(set_to_none=set_to_none)

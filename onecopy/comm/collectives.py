@@ -154,10 +154,16 @@ class Collectives:
 
     def part_numel(self, numels: Sequence[int]) -> int:
         """How many elements this rank handles of a buffer with slices of so many."""
-        if self.groups.nodes is None:
-            return numels[self.groups.shard.rank]
-        low, high = self.groups.nodes.own_range(numels)
+        low, high = self.part_range(numels)
         return high - low
+
+    def part_range(self, numels: Sequence[int]) -> tuple[int, int]:
+        """The first, and the last + 1, element of them."""
+        if self.groups.nodes is None:
+            rank = self.groups.shard.rank
+            low = sum(numels[:rank])
+            return low, low + numels[rank]
+        return self.groups.nodes.own_range(numels)
 
     def reduce(
         self,

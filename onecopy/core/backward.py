@@ -67,6 +67,12 @@ class Backward:
         self._accumulates = True
         # How many ranks have data, 0 where this one has none; None where nobody has said so.
         self.num_active: int | None = None
+        # Backwards that were reduced since the last step, and how many the last step had. While
+        # that is unknown, and where a GradScaler looks into the optimizer, none leaves sums.
+        self._num_reduced = 0
+        self._num_expected: int | None = None
+        self._leaves_sums = engine.stage.sums_at_boundary and self.stepper is None
+        engine.owned.complete = self.flush
 
     # Moments ----------------------------------------------------------------------------------
 
@@ -205,13 +211,37 @@ class Backward:
         engine.events.emit("pass", what=" ".join(travels))
         engine.begin_segment(self.segment_key())
         engine.forwards.clear()
-        self.reduces.begin()
+        self.reduces.begin(is_boundary=self._is_boundary)
         if self._accumulates:
             engine.owned.hide()
             if engine.loss_scale is not None:
                 engine.loss_scale.begin_backward()
             if self.sync:
                 self.reduces.agree_on_order()
+
+    @property
+    def _is_boundary(self) -> bool:
+        """This backward sums over nodes what it and those before it have summed in them.
+
+        As many backwards as the last step had are expected; if more come, the step sums the rest.
+        """
+        if not self._leaves_sums or self._num_expected is None:
+            return True
+        return self._num_reduced + 1 == self._num_expected
+
+    def begin_step(self, *, is_scaled_by_hand: bool) -> None:
+        """A step begins, or gradients are given up: the next backward is its first.
+
+        Args:
+            is_scaled_by_hand: a GradScaler, which unscales what it finds in the optimizer.
+        """
+        self._leaves_sums = self._leaves_sums and not is_scaled_by_hand
+        self._num_expected = self._num_reduced or self._num_expected
+        self._num_reduced = 0
+
+    def give_up(self) -> None:
+        """Gradients were cleared: the next backward is the first of its step."""
+        self._num_reduced = 0
 
     def weigh(self, num_active: int | None) -> None:
         """Let gradients be the mean over that many ranks; 0 lets this rank's count as nothing."""
@@ -249,27 +279,41 @@ class Backward:
                 gradients.keep_local()
         self._engine.rest()
         if self.sync and self._accumulates:
+            self._num_reduced += 1
             are_applied = self.stepper is not None and self.stepper.end()
-            self._engine.owned.show(self.reduces.absent_everywhere, are_applied=are_applied)
+            owned, reduces = self._engine.owned, self.reduces
+            owned.show(
+                reduces.absent_everywhere,
+                are_applied=are_applied,
+                are_complete=reduces.is_boundary,
+            )
         self._engine.schedule.end()
         self._engine.events.phase = "api"
 
     # Around the step --------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Before a step: reduce what no_sync has left, and drop a backward that failed.
+        """Before a step: reduce what no_sync has left on ranks and what backwards have left in
+        nodes, and drop a backward that failed.
 
-        Returns whether there was something left.
+        Returns whether something was left on ranks.
         """
         self.recover()
-        were_local = any(gradients.has_local for gradients in self._engine.gradients)
-        if were_local:
+        reduces, owned = self.reduces, self._engine.owned
+        were_local = reduces.has_local
+        if were_local or reduces.has_sums:
             self._engine.events.emit("pass", what="reduce")
-            self.reduces.begin()
+            if reduces.has_sums:
+                # What the user has removed since is removed from the sums too.
+                owned.settle(uncounted=True)
             with torch.no_grad():
-                self.reduces.agree_on_order()
-                self.reduces.complete()
-                self._engine.owned.show(self.reduces.absent_everywhere)
+                if were_local:
+                    reduces.begin()
+                    reduces.agree_on_order()
+                    reduces.complete()
+                else:
+                    reduces.complete_sums()
+                owned.show(reduces.absent_everywhere)
         return were_local
 
     def recover(self) -> None:
@@ -305,8 +349,7 @@ class Backward:
                 if self.stepper is not None:
                     self.stepper.failed(taken)
             for gradients in engine.gradients:
-                gradients.clear(keep_means=not gradients.mean.is_fresh)
-                gradients.expect_all()
+                gradients.forget_backward()
         engine.schedule.end(failed=True)
         engine.rest()
         engine.events.phase = "api"

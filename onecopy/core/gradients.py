@@ -5,6 +5,8 @@
 Tensor roles (g = gradient_numel of the layout, t of them this rank's stride: slice and trailer):
     buffer  (g,) wire dtype; this rank's gradients as they arrive; storage freed when not needed
     carry   (g,) dtype of sums; local sums of backwards under no_sync, where the wire is lower
+    node_sum  (part_numel,) dtype of sums; where stage.sums_at_boundary: the sum over this node's
+            ranks, and over backwards, of what this rank handles, until it is summed over the nodes
     mean    (t,) gradient dtype; the owner's mean over ranks, summed over backwards; the pieces'
                  `.grad` are its views: see owned_mean.py
 
@@ -64,6 +66,11 @@ class Gradients:
         # time where some never come.
         self._expected = self._all
         self.carry: torch.Tensor | None = None
+        self.node_sum: torch.Tensor | None = None
+        # It was there before the running backward began.
+        self._goes_on = False
+        # The reduce under way ends with the mean of all ranks, not with the sum over this node.
+        self._is_boundary = True
         # Which parameters have a gradient in the buffer or in the carry, since the last reduce.
         self._filled: set[int] = set()
         self._carried: set[int] = set()
@@ -109,10 +116,17 @@ class Gradients:
             return self._absent - self._filled - self._carried
         return self._absent
 
+    @property
+    def local_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What holds gradients that are not the owner's yet."""
+        return self.buffer, self.carry, self.node_sum
+
     def begin_backward(self) -> None:
         """A backward begins whose gradients are reduced."""
         self.mean.is_fresh = False
-        self._absent = self._all
+        self._goes_on = self.node_sum is not None
+        if not self._goes_on:
+            self._absent = self._all
 
     @property
     def has_local(self) -> bool:
@@ -169,12 +183,13 @@ class Gradients:
         self._filled.clear()
         self._free_buffer()
 
-    def start_reduce(self, *, unit_flag: bool | None = None) -> None:
+    def start_reduce(self, *, unit_flag: bool | None = None, is_boundary: bool = True) -> None:
         """Begin to sum this unit's gradients to their owners; missing ones count as zero.
 
         Args:
             unit_flag: a message that rides along, one bit for the whole unit; see
                 `read_unit_flag`.
+            is_boundary: False leaves it at a sum over this node.
         """
         if self.needs_buffer:
             self._take_buffer()
@@ -189,8 +204,22 @@ class Gradients:
         # Late parameters make all expected again; absent ones are not waited for next time.
         late = not self._arrived <= self._expected
         self._expected = self._all if late or not self._arrived else frozenset(self._arrived)
+        self._is_boundary = is_boundary
         self._pending = self._collectives.reduce(
-            self.buffer, self.unit.layout.strides, self._sum_dtype, self.unit.number
+            self.buffer,
+            self.unit.layout.strides,
+            self._sum_dtype,
+            self.unit.number,
+            node_sum=self.node_sum,
+            is_boundary=is_boundary,
+        )
+
+    def start_across(self) -> None:
+        """Begin to sum over the nodes what earlier backwards have left in them."""
+        assert self.node_sum is not None, "a backward has left something"
+        self._flag_is_wanted, self._is_boundary = False, True
+        self._pending = self._collectives.reduce_across(
+            self.node_sum, self.unit.layout.strides, self.buffer.dtype, self.unit.number
         )
 
     def advance_reduce(self) -> bool:
@@ -221,6 +250,11 @@ class Gradients:
         self._carried.clear()
         self._arrived.clear()
         self._free_buffer()
+        if not self._is_boundary:
+            self.node_sum = result
+            return
+        # What earlier backwards have brought is not dropped with a failed one.
+        keep, self.node_sum = keep or self.node_sum is not None, None
         if self._flag_is_wanted:
             self._unit_flag = result[-1].clone()
         if keep and self.mean.owned:
@@ -273,11 +307,29 @@ class Gradients:
         self._carried.clear()
         self._arrived.clear()
         self.carry = None
+        self.node_sum = None
         self._arriving = None
         self._free_buffer()
         if not keep_means:
             self.mean.drop()
             self.forget_overflow()
+
+    def forget_backward(self) -> None:
+        """A backward has failed: what only it has brought goes."""
+        earlier = self.node_sum if self._goes_on else None
+        self.clear(keep_means=self._goes_on or not self.mean.is_fresh)
+        self.node_sum = earlier
+        self._expected = self._all
+
+    def forget_parameter(self, index: int) -> None:
+        """The gradient of one parameter is gone: what is summed in nodes, too."""
+        if self.node_sum is None:
+            return
+        first, end = self._collectives.part_range(self.unit.layout.strides)
+        for span in self.unit.layout.spans[index]:
+            for low, high in ((span.start, span.start + span.numel), (span.flag, span.flag + 1)):
+                if low < end and high > first:
+                    self.node_sum[max(low - first, 0) : high - first] = 0
 
     def scale_by(self, loss_scale: LossScale) -> None:
         """From now on what is reduced is this many times too large."""
@@ -288,10 +340,6 @@ class Gradients:
         """The gradients that were not finite are gone."""
         if self.found_inf is not None:
             self.found_inf.zero_()
-
-    def expect_all(self) -> None:
-        """After a backward that failed: what came in it says nothing of what comes next."""
-        self._expected = self._all
 
     # Details ----------------------------------------------------------------------------------
 

@@ -270,6 +270,7 @@ class Binding:
                 )
             engine.check_parameters()
             were_local |= backward.flush()
+            backward.begin_step(is_scaled_by_hand=is_stepping(self.optimizer))
             # Units gathered on touch would keep the values from before the step.
             engine.rest()
             engine.events.phase = "step"
@@ -437,13 +438,14 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
         return
     if binding._ahead is not None:
         binding._ahead.drop()
-    for engine, _ in binding.engines:
+    for engine, backward in binding.engines:
         engine.owned.clear(binding.units, set_to_none=set_to_none)
+        backward.give_up()
     type(binding.optimizer).zero_grad(binding.optimizer, set_to_none)
     for unit in binding.units:
         if unit.gradients is None:
             continue
-        if unit.gradients.has_local:
+        if unit.gradients.has_local or unit.gradients.node_sum is not None:
             unit.gradients.clear(keep_means=True)
         unit.gradients.mean.note_removal()
         unit.gradients.forget_overflow()

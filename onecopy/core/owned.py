@@ -81,11 +81,20 @@ class OwnedGradients:
         # this rank's parts of the norms.
         self._are_applied = False
         self._squares: torch.Tensor | None = None
+        # Sums are in the nodes; what brings them to the pieces, on all ranks together.
+        self._are_complete = True
+        self.complete: Callable[[], object] | None = None
+
+    def _complete(self) -> None:
+        """Before values of gradients are looked at or changed."""
+        if not self._are_complete and self.complete is not None:
+            self.complete()
 
     def follow(self, before: OwnedGradients) -> None:
         """Take the place of others, now that more parameters have gradients."""
         places = [self._place(number) for number in range(len(self._units))]
         before.settle()
+        self.complete = before.complete
         shown, present = before._places(before._shown), before._places(before._present)
         self._present = {number for number, place in enumerate(places) if place in present}
         if before._squares is not None:
@@ -96,7 +105,11 @@ class OwnedGradients:
                 self._squares[numbers[before._place(number)]] = square
         if shown:
             before._hide()
-            self.show(set(places) - shown, are_applied=before._are_applied)
+            self.show(
+                set(places) - shown,
+                are_applied=before._are_applied,
+                are_complete=before._are_complete,
+            )
         self._handed_over = before._handed_over
 
     def _places(self, numbers: Collection[int]) -> set[tuple[int, int]]:
@@ -105,16 +118,23 @@ class OwnedGradients:
     def _place(self, number: int) -> tuple[int, int]:
         return self._units[number].number, self._indices[number]
 
-    def show(self, absent: Container[tuple[int, int]] = (), *, are_applied: bool = False) -> None:
+    def show(
+        self,
+        absent: Container[tuple[int, int]] = (),
+        *,
+        are_applied: bool = False,
+        are_complete: bool = True,
+    ) -> None:
         """After a reduce: every parameter with a gradient has one to measure and to change.
 
         Args:
             absent: unit and number there of the parameters that no rank had a gradient for.
             are_applied: they exist no more, the backward has updated the parameters with them.
+            are_complete: False where sums are still in the nodes.
         """
         self._norms.clear()
         self._wholes.drop()
-        self._are_applied = are_applied
+        self._are_applied, self._are_complete = are_applied, are_complete
         self._shown.clear()
         self._suspended.clear()
         with torch._C.DisableTorchFunctionSubclass():
@@ -160,6 +180,7 @@ class OwnedGradients:
             return
         stand_in = self._stand_ins[number]
         unit, index, piece = self._units[number], self._indices[number], self._pieces[number]
+        stand_in.is_partial = unit.gradients is not None and unit.gradients.node_sum is not None
         if unit in self._handed_over:
             stand_in.is_taken = True
         elif piece is None or piece.grad is None:
@@ -257,9 +278,16 @@ class OwnedGradients:
         self._let_go(number)
         del self._shown[number]
         self._present.discard(number)
+        self._forget(number)
         piece = self._pieces[number]
         if piece is not None:
             piece.grad = None
+
+    def _forget(self, number: int) -> None:
+        """What is summed in nodes of one parameter's gradient is gone."""
+        gradients = self._units[number].gradients
+        assert gradients is not None, "what has a gradient is trainable"
+        gradients.forget_parameter(self._indices[number])
 
     def _is_whole(self, number: int, gradient: torch.Tensor) -> bool:
         place = (self._units[number], self._indices[number])
@@ -273,6 +301,7 @@ class OwnedGradients:
             gradient = gradient.gradients.value_of(gradient, "assigned to another one")
         if number in self._shown:
             self._let_go(number)
+        self._forget(number)
         unit, index = self._units[number], self._indices[number]
         piece = self._pieces[number]
         if piece is not None:
@@ -286,6 +315,7 @@ class OwnedGradients:
     def whole(self, stand_in: OwnedGradient, what: str) -> torch.Tensor:
         """The whole gradient of one parameter, in its dtype; a collective, so all ranks ask."""
         self._refuse_applied()
+        self._complete()
         self.settle()
         return self.value_of(stand_in, what)
 
@@ -322,6 +352,7 @@ class OwnedGradients:
         """Inside, `param.grad` is a plain tensor with the whole gradient; what is changed, put
         there or removed by the end of the block counts.
         """
+        self._complete()
         self.settle()
         shown = list(self._shown)
         self._wholes.are_kept = True
@@ -354,6 +385,7 @@ class OwnedGradients:
     def scale(self, factor: torch.Tensor, unit: Unit | None = None) -> None:
         """Multiply all gradients, or those of one unit, by a 0-d tensor."""
         self._refuse_applied()
+        self._complete()
         if unit is None:
             self.settle()
         self._norms.clear()
@@ -386,6 +418,7 @@ class OwnedGradients:
     ) -> None:
         """Apply an elementwise in-place function to this rank's part of one gradient."""
         self._refuse_applied()
+        self._complete()
         self.settle()
         self._refuse_taken(self._stand_ins[number])
         self._norms.clear()
@@ -425,6 +458,7 @@ class OwnedGradients:
 
     def norms(self, order: float) -> torch.Tensor:
         """(number of trainable parameters,) norms of the whole gradients; a collective."""
+        self._complete()
         self.settle(uncounted=True)
         infinite = order == float("inf")
         with torch.no_grad():
@@ -474,6 +508,12 @@ class OwnedGradients:
                 f"the gradient of {self.names[number]} exists no more: optimizer.step() has taken "
                 "it for an update that runs on (delayed_update). Look at gradients between "
                 "backward and step"
+            )
+        if stand_in.is_partial:
+            raise ShardingError(
+                f"the gradient of {self.names[number]} exists no more: it was cleared while its "
+                "sums were still in the nodes, and the sum over them was never made. Look at "
+                "gradients before they are cleared"
             )
 
     def _refuse_applied(self) -> None:

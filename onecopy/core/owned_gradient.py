@@ -52,11 +52,13 @@ class OwnedGradient(torch.Tensor):
             wants its values.
         whole: shaped like the parameter, such a gradient from then on.
         is_taken: it was its parameter's until an update took its values (delayed_update).
+        is_partial: it was cleared before its sums over nodes were made.
     """
 
     part: torch.Tensor | None
     whole: torch.Tensor | None
     is_taken: bool
+    is_partial: bool
     _reference: weakref.ref[OwnedGradients]
     number: int
     _arrived: torch.Tensor | None
@@ -80,7 +82,7 @@ class OwnedGradient(torch.Tensor):
         self._reference = weakref.ref(gradients)
         self.number = number
         self._arrived = self.whole = self.part = None
-        self.is_taken = False
+        self.is_taken = self.is_partial = False
         return self
 
     @property

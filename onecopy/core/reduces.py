@@ -5,6 +5,9 @@ reduced in every backward, with zeros where this rank has no gradient, so parame
 on some ranks cannot hang the job. What lies outside that pattern (a unit used for the first time, a
 second reentrant checkpoint over the same weights, a parameter that has no gradient any more) sets a
 flag that rides along with the last reduce: all ranks see it, and exchange the news.
+
+Where sums stay in nodes until the last backward of a step (stage.sums_at_boundary), so do the news:
+a flag would reach the own node only.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Reduces:
         passed: units that this backward has left behind for good, with what they have.
         num_launched: how many of the order have been launched.
         absent_everywhere: unit and number there of the parameters that no rank has a gradient for.
+        is_boundary: the reduces of this backward end with the means of all ranks.
     """
 
     def __init__(self, engine: Engine, stepper: StepInBackward | None) -> None:
@@ -41,6 +45,7 @@ class Reduces:
         self.passed: set[Unit] = set()
         self.num_launched = 0
         self.absent_everywhere: set[tuple[int, int]] = set()
+        self.is_boundary = True
         self._engine = engine
         self._stepper = stepper
         self._order: list[Gradients] = []
@@ -49,12 +54,14 @@ class Reduces:
         # The parameters without a gradient of this rank's, as last told to the others.
         self._told: frozenset[tuple[int, int]] = frozenset()
         self._in_flight: deque[Gradients] = deque()
+        # With gradients outside the pattern on this rank, of backwards before the boundary.
+        self._left_over: set[Gradients] = set()
         # Reduced, and on their way to host memory.
         self._arriving: deque[Gradients] = deque()
 
-    def begin(self) -> None:
+    def begin(self, *, is_boundary: bool = True) -> None:
         """A backward begins whose gradients are reduced in it, or later."""
-        self.num_launched = 0
+        self.num_launched, self.is_boundary = 0, is_boundary
         self.done.clear()
         self.passed.clear()
         for gradients in self._engine.gradients:
@@ -104,6 +111,17 @@ class Reduces:
         if self._engine.stage.cut_gradients:
             self._finish_all()
 
+    @property
+    def has_sums(self) -> bool:
+        """Sums are in nodes, of all ranks alike, that are to be summed over the nodes."""
+        return any(one.node_sum is not None for one in self._engine.gradients)
+
+    @property
+    def has_local(self) -> bool:
+        """no_sync has left gradients on the ranks."""
+        gradients = self._engine.gradients
+        return any(one.has_local for one in gradients if one not in self._left_over)
+
     def complete(self) -> None:
         """Launch what is left of the order, finish everything, and exchange the news."""
         order = self._order
@@ -111,6 +129,15 @@ class Reduces:
         late = [one for one in self._engine.gradients if one not in rest and one.has_local]
         for gradients in rest[:-1]:
             self._launch(gradients)
+        if not self.is_boundary:
+            for gradients in rest[-1:]:
+                self._launch(gradients)
+            self._finish_all()
+            for gradients in late:
+                gradients.keep_local()
+            self._left_over.update(late)
+            self.done.clear()
+            return
         if rest:
             self._launch(rest[-1], unit_flag=bool(late) or self._absent_here() != self._told)
         self._finish_all()
@@ -118,6 +145,21 @@ class Reduces:
             self._exchange_news(late)
         self._settle()
         self.done.clear()
+        self._left_over.clear()
+
+    def complete_sums(self) -> None:
+        """Sum over the nodes what is in them, and exchange the news of all these backwards."""
+        self._engine.collectives.agreement.scheduled("the sums of gradients over nodes")
+        self.is_boundary = True
+        with_sums = [one for one in self._order if one.node_sum is not None]
+        late = [one for one in self._engine.gradients if one.has_local]
+        for gradients in with_sums:
+            gradients.start_across()
+            self._follow(gradients)
+        self._finish_all()
+        self._exchange_news(late)
+        self._settle()
+        self._left_over.clear()
 
     def drop(self, num_launched: int, kept: Collection[int]) -> None:
         """After an exception: launch as many as the furthest rank has, and drop the results.
@@ -136,7 +178,11 @@ class Reduces:
     # Details ----------------------------------------------------------------------------------
 
     def _launch(self, gradients: Gradients, *, unit_flag: bool | None = None) -> None:
-        gradients.start_reduce(unit_flag=unit_flag)
+        gradients.start_reduce(unit_flag=unit_flag, is_boundary=self.is_boundary)
+        self._follow(gradients)
+
+    def _follow(self, gradients: Gradients) -> None:
+        """A reduce is under way."""
         num_bytes, across_bytes = gradients.reduce_bytes
         self._engine.events.emit(
             "reduce",
@@ -154,6 +200,8 @@ class Reduces:
 
     def _finish(self, gradients: Gradients, *, keep: bool = True) -> None:
         gradients.finish_reduce(keep=keep)
+        if not self.is_boundary:
+            return
         self._arriving.append(gradients)
         if self._stepper is not None and keep:
             self._settle()

@@ -36,7 +36,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     for unit in engine.units:
         parameters += unit.state_tensors
         if unit.gradients is not None:
-            gradients += [unit.gradients.buffer, unit.gradients.carry, *unit.gradients.mean.tensors]
+            gradients += [*unit.gradients.local_tensors, *unit.gradients.mean.tensors]
     on_disk = _on_disk(engine, optimizer)
     return StateBytes(
         parameters=_bytes(parameters) + on_disk[0],
@@ -187,5 +187,5 @@ def _sizes_of(unit: Unit) -> tuple[int, int, int]:
         states -= gathered
     gradients = 0
     if unit.gradients is not None:
-        gradients = _bytes([unit.gradients.buffer, unit.gradients.carry, unit.gradients.mean.value])
+        gradients = _bytes([*unit.gradients.local_tensors, unit.gradients.mean.value])
     return states, gradients, gathered
