@@ -44,7 +44,7 @@ class Plan:
     """Options of a run; `settings` go to shard."""
 
     name: str
-    stage: int
+    stage: int | str
     optimizer: str = "adamw"
     steps: int = 3
     backwards: int = 1
