@@ -157,3 +157,80 @@ def test_equals_stage_3(pool: Pool, stage: str, world: tuple[int, int], option: 
             else:
                 tolerance = loose if "16" in option else tight
                 torch.testing.assert_close(found[name], value, **tolerance)
+
+
+def step_of(stage: int | str, backwards: int, no_sync: bool) -> tuple[int, int, dict[str, Any]]:
+    """Elements of flat and gradient buffers, and bytes by kind, sent and across, of one step."""
+    model = models.build("gpt")
+    optimizer = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, optimizer, stage=stage, node_size=2)
+    sent = {kind: [0, 0] for kind in ("gather", "reduce")}
+
+    def count(event: Any) -> None:
+        kind = "gather" if event.kind == "refresh" else event.kind
+        if kind in sent:
+            sent[kind][0] += event.num_bytes
+            sent[kind][1] += event.across_bytes
+
+    for step in range(3):
+        if step == 2:
+            onecopy.events.add_sink(model, count)
+        for micro in range(backwards):
+            batch = models.batch("gpt", step, dist.get_rank())
+            if no_sync and micro < backwards - 1:
+                with onecopy.no_sync(model):
+                    models.loss(model, batch).backward()
+            else:
+                models.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layouts = [unit.layout for unit in onecopy.handle.of(model).engine.units]
+    flat = sum(layout.padded_numel for layout in layouts)
+    return flat, sum(layout.gradient_numel for layout in layouts), sent
+
+
+def volumes(stage: str, flat: float, gradient: float, k: int, reduced: int) -> dict[str, Any]:
+    """Bytes by kind, inside the node and across, in one of Y = 2 nodes of X = 2 ranks.
+
+    With n elements of flat buffers, g of gradient buffers, and k backwards in the step:
+
+    gather, 2 k times where parameters are released, once where they stay (a refresh):
+        inside (X-1)/X n; across (Y-1)/N n where optimizer states are cut over the world,
+        but once a step where parameters are cut inside nodes (the secondary is kept)
+    reduce, k times (once with no_sync on all but the last):
+        inside (X-1)/X g; across (Y-1)/N g, or, where optimizer states are cut inside nodes and
+        sums are made with the other nodes' replicas, 2 (Y-1)/Y g/X; that once a step where
+        gradients are cut inside nodes (the boundary)
+    """
+    cut = stage_of(stage)
+    if cut.optimizer == "whole":
+        return {
+            "gather": [0, 0],
+            "reduce": [2 * reduced * gradient * 3, 2 * reduced * gradient * 2],
+        }
+    gathers = 2 * k if cut.releases else 1
+    gathers_across = 1 if cut.keeps_secondary else gathers if cut.optimizer == "world" else 0
+    gathered = gathers_across * flat
+    reduces_across = 1 if cut.sums_at_boundary else reduced
+    summed = reduces_across * gradient * (2 if cut.optimizer == "node" else 1)
+    # Of four parts of a buffer: inside two are sent, across one.
+    return {
+        "gather": [2 * gathers * flat + gathered, gathered],
+        "reduce": [2 * reduced * gradient + summed, summed],
+    }
+
+
+VOLUMES = list(itertools.product((*STAGES, *PRESETS), (1, 3), (False, True)))
+
+
+@pytest.mark.sampled(
+    "stage, backwards, no_sync",
+    VOLUMES,
+    6,
+    always=[(preset, 3, False) for preset in (*PRESETS, "whole/node/world")],
+)
+def test_bytes_equal_the_formula(pool: Pool, stage: str, backwards: int, no_sync: bool) -> None:
+    """In a step whose number of backwards is that of the step before."""
+    for flat, gradient, sent in pool.run(4, step_of, stage, backwards, no_sync):
+        # In quarters of buffers of fp32, which are a byte each.
+        assert sent == volumes(stage, flat, gradient, backwards, 1 if no_sync else backwards)
