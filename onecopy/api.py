@@ -18,8 +18,9 @@ from onecopy.comm import groups as comm_groups
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.nodes import find_nodes, make_groups
+from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
-from onecopy.config import Config, Offload
+from onecopy.config import Config, Offload, Quantize
 from onecopy.core import build
 from onecopy.core.backward import Backward
 from onecopy.core.conversion import convert_buffers
@@ -449,14 +450,15 @@ def _shard_one(
     number, key = number_of_model(world)
     native = comm_groups.has_native_collectives(world, device)
     stage = stage_of(config.chosen_stage)
+    quantize = config.quantize if isinstance(config.quantize, Quantize) else None
     # Native collectives over all ranks know the links themselves.
-    in_hops = stage.needs_nodes or not native
+    in_hops = stage.needs_nodes or not native or quantize is not None
     groups = make_groups(world, stage.optimizer, ranks.nodes, in_hops=in_hops)
     collectives = Collectives(
         groups,
         key=key,
         model_number=number,
-        native=native,
+        transports=transports_of(groups, native=native, quantize=quantize),
         events=events,
         watchdog=ranks.watchdog,
     )

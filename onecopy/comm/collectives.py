@@ -10,7 +10,8 @@ not, a rank sends its slice N-1 times in a gather, and all that is not its own i
 one slice is far longer than others, all but an equal part, and then what of the sum is not its own.
 
 Where ranks are in Y nodes of X ranks (see nodes.py): a gather takes (Y-1)/N n across nodes and
-(X-1)/X n inside, a reduce as much the other way round.
+(X-1)/X n inside, a reduce as much the other way round. What is quantized takes the bytes that
+coding.py counts.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
 from onecopy.comm.groups import Group, Groups
+from onecopy.comm.quantized import Quantized, Transports
 from onecopy.comm.stall import Place
 from onecopy.comm.transport import (
+    Division,
     Finish,
     Hop,
     Mean,
-    Messages,
-    Native,
-    Nothing,
     Transport,
     parts_to_sum,
     shares,
@@ -92,7 +92,7 @@ class Collectives:
         *,
         key: str,
         model_number: int,
-        native: bool,
+        transports: Transports,
         events: Events,
         watchdog: Watchdog | None = None,
     ) -> None:
@@ -103,18 +103,32 @@ class Collectives:
         self.unit_names: Sequence[str] = ()
         # From TAGS_PER_MODEL on: small tags, 0 above all, are those of the user's own messages.
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
-        self._transport: Transport = Native() if native else Messages()
+        self._transports = transports
         self._is_imagined = groups.world.is_imagined
         # The sum of all ranks is multiplied by it once, by its owner, in the last hop that sums.
         self._scale = 1.0 / groups.world.size
-        if self._is_imagined:
-            self._transport = Nothing(native=native)
         # Held: it lives as long as a model does.
         self._watchdog = watchdog
         if watchdog is not None:
             watchdog.add(self)
 
     def gather(
+        self, flat: torch.Tensor, own: torch.Tensor, numels: Sequence[int], unit: int
+    ) -> Pending:
+        """Collect the slices of all ranks of the shard group into `flat`, exactly.
+
+        Args:
+            flat: (sum(numels),) complete after `finish`, the own slice at once.
+            own: this rank's values, in the dtype of flat; may be its own slice.
+            numels: elements of each slice, 0 allowed.
+            unit: number of the unit, the same on all ranks.
+        """
+        hop = Hop(self.groups.shard, numels, self._tag(unit, GATHER))
+        return self._start_gather(
+            flat, own, hop, self._names("gather", unit), self._transports.plain
+        )
+
+    def gather_values(
         self,
         flat: torch.Tensor,
         own: torch.Tensor | None,
@@ -124,10 +138,12 @@ class Collectives:
         verb: str = "gather",
         secondary: torch.Tensor | None = None,
     ) -> Pending:
-        """Collect the slices of all ranks of the shard group into `flat`.
+        """Collect what parameters compute with, as `gather` does; quantized, where that is wanted.
+
+        All ranks have the same values then: what `as_sent` makes of each slice.
 
         Args:
-            flat: (sum(numels),) complete after `finish`, the own slice at once.
+            flat: complete after `finish`; the own slice at once, where nothing is quantized.
             own: this rank's values, in the dtype of flat; may be its own slice. None where
                 `secondary` has the values, which then leave no node.
             numels: elements of each slice, 0 allowed.
@@ -136,21 +152,22 @@ class Collectives:
             secondary: where there are nodes, memory of its own for what this rank handles of the
                 slices (`part_numel` elements), filled when the first hop has ended.
         """
-        group, names, tag = self.groups.shard, self._names(verb, unit), self._tag(unit, GATHER)
-        if self.groups.nodes is None:
-            assert own is not None, "without nodes only this rank has its slice"
-            steps = self._gather(flat, own, Hop(group, numels, tag), names)
-            away = sum(self.groups.is_away(rank) for rank in group.ranks)
-            return Pending(steps, own.nbytes * (group.size - 1), own.nbytes * away)
-        nodes = self.groups.nodes
-        low, high = nodes.own_range(numels)
-        part = flat[low:high] if secondary is None else secondary
-        inside_bytes = part.nbytes * (nodes.inside.size - 1)
-        across_bytes = 0
-        if own is not None:
-            across_bytes = own.nbytes * (self.groups.num_nodes - 1)
-        steps = self._gather_in_hops(flat, own, part, Hop(group, numels, tag), names)
-        return Pending(steps, inside_bytes + across_bytes, across_bytes)
+        hop = Hop(self.groups.shard, numels, self._tag(unit, GATHER))
+        names, transport = self._names(verb, unit), self._transports.weights
+        return self._start_gather(flat, own, hop, names, transport, secondary)
+
+    @property
+    def quantizes_values(self) -> bool:
+        """What `gather_values` collects is not always what the owners have."""
+        is_alone = self.groups.shard.size == 1
+        return isinstance(self._transports.weights, Quantized) and not is_alone
+
+    def as_sent(self, own: torch.Tensor) -> torch.Tensor:
+        """What `gather_values` makes of this rank's slice, on all ranks."""
+        weights = self._transports.weights
+        if isinstance(weights, Quantized) and self.quantizes_values:
+            return weights.as_sent(own)
+        return own
 
     def part_numel(self, numels: Sequence[int]) -> int:
         """How many elements this rank handles of a buffer with slices of so many."""
@@ -168,7 +185,7 @@ class Collectives:
     def reduce(
         self,
         buffer: torch.Tensor,
-        numels: Sequence[int],
+        division: Division,
         master_dtype: torch.dtype,
         unit: int,
         *,
@@ -178,27 +195,28 @@ class Collectives:
         """Sum `buffer` over all ranks; the owner's slice of the mean is the result.
 
         Args:
-            buffer: (sum(numels),) in the dtype of the wire; free again after `finish`.
-            numels: elements of each slice with its trailer, multiples of the replica group's size.
+            buffer: (sum of the division,) in the dtype of the wire; free again after `finish`.
+            division: elements of each slice with its trailer, multiples of the replica group's
+                size; trailers are exact.
             master_dtype: dtype of the sum and of the result.
             unit: number of the unit, the same on all ranks.
             node_sum: (part_numel,) sums over this node of earlier backwards, which count too.
             is_boundary: False leaves it at the sum over this node, which is then the result.
         """
         replica, nodes = self.groups.replica, self.groups.nodes
-        hop = Hop(self.groups.shard, numels, self._tag(unit, REDUCE))
+        hop = self._shard_hop(division, unit)
         names = self._names("reduce", unit)
         if nodes is None:
             mean = Mean(master_dtype, self._scale if replica.size == 1 else 1.0)
-            num_bytes, across = self._bytes_inside(buffer, numels, master_dtype)
+            num_bytes, across = self._bytes_inside(buffer.dtype, hop, master_dtype)
             steps = self._reduce_inside(buffer, hop, mean, names)
         else:
-            inside = Hop(nodes.inside, nodes.numels(numels), hop.tag)
-            num_bytes = buffer.nbytes - inside.numels[inside.group.rank] * buffer.itemsize
-            across = 0
-            steps = self._sum(buffer, inside, Mean(master_dtype, 1.0), names)
+            inside = hop._replace(group=nodes.inside, numels=nodes.numels(hop.numels))
+            transport, across = self._transports.inside, 0
+            num_bytes = _sent(transport, inside, buffer.dtype)
+            steps = self._sum(buffer, inside, Mean(master_dtype, 1.0), names, transport)
         if is_boundary:
-            more, leaving = self._bytes_across(numels, buffer.itemsize)
+            more, leaving = self._bytes_across(hop, self._wire(buffer.dtype, master_dtype))
             num_bytes, across = num_bytes + more, across + leaving
         wire = buffer.dtype if is_boundary else None
         return Pending(
@@ -206,7 +224,7 @@ class Collectives:
         )
 
     def reduce_across(
-        self, node_sum: torch.Tensor, numels: Sequence[int], wire_dtype: torch.dtype, unit: int
+        self, node_sum: torch.Tensor, division: Division, wire_dtype: torch.dtype, unit: int
     ) -> Pending:
         """What `reduce` has left at the sum over this node: sum it over the nodes.
 
@@ -214,8 +232,8 @@ class Collectives:
             node_sum: (part_numel,) in the dtype of the sum.
             wire_dtype: in which it travels.
         """
-        hop = Hop(self.groups.shard, numels, self._tag(unit, REDUCE))
-        num_bytes, across = self._bytes_across(numels, wire_dtype.itemsize)
+        hop = self._shard_hop(division, unit)
+        num_bytes, across = self._bytes_across(hop, self._wire(wire_dtype, node_sum.dtype))
         names = self._names("reduce", unit)
         steps = self._reduce_across(node_sum, wire_dtype, hop, names, node_sum.dtype)
         return Pending(steps, num_bytes, across)
@@ -290,14 +308,22 @@ class Collectives:
     def _names(self, verb: str, unit: int) -> Names:
         return verb, self.unit_names[unit] if unit < len(self.unit_names) else ""
 
+    def _shard_hop(self, division: Division, unit: int) -> Hop:
+        tag = self._tag(unit, REDUCE)
+        return Hop(self.groups.shard, division.numels, tag, division.exact)
+
+    def _wire(self, wire_dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
+        """In which a sum goes across nodes: codes are best made of what was not rounded before."""
+        return sum_dtype if isinstance(self._transports.across, Quantized) else wire_dtype
+
     def _bytes_inside(
-        self, buffer: torch.Tensor, numels: Sequence[int], master_dtype: torch.dtype
+        self, dtype: torch.dtype, hop: Hop, master_dtype: torch.dtype
     ) -> tuple[int, int]:
         """What a reduce over the shard group sends, in one hop, and what of it leaves the node."""
-        (group, rank), summed = (self.groups.shard, self.groups.shard.rank), parts_to_sum(numels)
-        sent = [numel * buffer.itemsize for numel in summed]
-        if summed is not numels:
-            dealt = shares(rank, summed, numels)
+        (group, rank), summed = (hop.group, hop.group.rank), parts_to_sum(hop.numels)
+        sent = self._transports.inside.num_bytes(hop._replace(numels=summed), dtype)
+        if summed is not hop.numels:
+            dealt = shares(rank, summed, hop.numels)
             sent = [
                 one + part * master_dtype.itemsize for one, part in zip(sent, dealt, strict=True)
             ]
@@ -305,22 +331,77 @@ class Collectives:
         away = zip(group.ranks, sent, strict=True)
         return sum(sent), sum(one for to, one in away if self.groups.is_away(to))
 
-    def _bytes_across(self, numels: Sequence[int], itemsize: int) -> tuple[int, int]:
+    def _bytes_across(self, hop: Hop, dtype: torch.dtype) -> tuple[int, int]:
         """What a reduce sends to those that hold the same part, and what of it leaves the node."""
-        nodes, replica = self.groups.nodes, self.groups.replica
-        own = numels[self.groups.shard.rank]
-        if nodes is None:
-            chunk = 2 * (own // replica.size) * itemsize
-            away = sum(self.groups.is_away(rank) for rank in replica.ranks)
-            return chunk * (replica.size - 1), chunk * away
-        leaving = (self.part_numel(numels) - own) * itemsize
+        replica, transport = self.groups.replica, self._transports.across
+        if self.groups.nodes is None:
+            chunks = self._replica_hop(hop)
+            sizes, own = transport.num_bytes(chunks, dtype), replica.rank
+            # Its chunk of the mean goes to each of the others.
+            pairs = zip(replica.ranks, sizes, strict=True)
+            sent = [(to, size + sizes[own]) for to, size in pairs if to != replica.ranks[own]]
+            away = sum(size for to, size in sent if self.groups.is_away(to))
+            return sum(size for _, size in sent), away
+        leaving = sum(_sent(transport, one, dtype) for one in self._column_hops(hop))
         return leaving, leaving
 
-    def _gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop, names: Names) -> Steps:
+    def _column_hops(self, hop: Hop) -> list[Hop]:
+        """The hops across nodes that a hop over all ranks consists of, for this rank."""
+        nodes = self.groups.nodes
+        assert nodes is not None, "there are nodes"
+        low, _ = nodes.own_range(hop.numels)
+        hops = []
+        for column in nodes.columns:
+            numels = column.numels(hop.numels)
+            high = low + sum(numels)
+            exact = Division(hop.numels, hop.exact).exact_between(low, high)
+            hops.append(Hop(column.group, numels, hop.tag, exact))
+            low = high
+        return hops
+
+    def _replica_hop(self, hop: Hop) -> Hop:
+        """The hop between those that hold the same slice, by equal chunks of it."""
+        replica, rank = self.groups.replica, hop.group.rank
+        chunks = (hop.numels[rank] // replica.size,) * replica.size
+        return Hop(replica, chunks, hop.tag, hop.exact_of(rank))
+
+    def _start_gather(
+        self,
+        flat: torch.Tensor,
+        own: torch.Tensor | None,
+        hop: Hop,
+        names: Names,
+        transport: Transport,
+        secondary: torch.Tensor | None = None,
+    ) -> Pending:
+        nodes = self.groups.nodes
+        own_bytes = 0
+        if own is not None:
+            own_bytes = transport.num_bytes(hop, own.dtype)[hop.group.rank]
+        if nodes is None:
+            assert own is not None, "without nodes only this rank has its slice"
+            steps = self._gather(flat, own, hop, names, transport)
+            away = sum(self.groups.is_away(rank) for rank in hop.group.ranks)
+            return Pending(steps, own_bytes * (hop.group.size - 1), own_bytes * away)
+        low, high = nodes.own_range(hop.numels)
+        part = flat[low:high] if secondary is None else secondary
+        inside_bytes = part.nbytes * (nodes.inside.size - 1)
+        across_bytes = own_bytes * (self.groups.num_nodes - 1)
+        steps = self._gather_in_hops(flat, own, part, hop, names, transport)
+        return Pending(steps, inside_bytes + across_bytes, across_bytes)
+
+    def _gather(
+        self,
+        flat: torch.Tensor,
+        own: torch.Tensor,
+        hop: Hop,
+        names: Names,
+        transport: Transport,
+    ) -> Steps:
         group = hop.group
         place = flat.narrow(0, sum(hop.numels[: group.rank]), hop.numels[group.rank])
         if group.size > 1:
-            wait = self._transport.gather(flat, own, hop)
+            wait = transport.gather(flat, own, hop)
         if place.data_ptr() != own.data_ptr():
             # While the messages are on their way.
             place.copy_(own)
@@ -336,32 +417,35 @@ class Collectives:
         part: torch.Tensor,
         hop: Hop,
         names: Names,
+        transport: Transport,
     ) -> Steps:
         """Across nodes into `part`, unless that has its values; then inside this one."""
         nodes = self.groups.nodes
         assert nodes is not None, "there are nodes"
         if own is not None:
-            columns = [one.numels(hop.numels) for one in nodes.columns]
-            parts = part.split_with_sizes([sum(numels) for numels in columns])
+            hops = self._column_hops(hop)
+            parts = part.split_with_sizes([sum(one.numels) for one in hops])
             yield from _together(
                 self._gather(
                     one,
-                    own if numels[column.group.rank] else own[:0],
-                    Hop(column.group, numels, hop.tag),
+                    own if across.numels[across.group.rank] else own[:0],
+                    across,
                     names,
+                    transport,
                 )
-                for column, numels, one in zip(nodes.columns, columns, parts, strict=True)
+                for across, one in zip(hops, parts, strict=True)
             )
-        yield from self._gather(
-            flat, part, Hop(nodes.inside, nodes.numels(hop.numels), hop.tag), names
-        )
+        inside = Hop(nodes.inside, nodes.numels(hop.numels), hop.tag)
+        yield from self._gather(flat, part, inside, names, self._transports.plain)
         return flat
 
-    def _sum(self, buffer: torch.Tensor, hop: Hop, mean: Mean, names: Names) -> Steps:
+    def _sum(
+        self, buffer: torch.Tensor, hop: Hop, mean: Mean, names: Names, transport: Transport
+    ) -> Steps:
         """One hop of a reduce; a group of one rank has the sum already."""
         if hop.group.size == 1:
             return buffer.to(mean.dtype, copy=True).mul_(mean.scale)
-        wait = self._transport.reduce(buffer, mean, hop)
+        wait = transport.reduce(buffer, mean, hop)
         yield
         return self._blocking(wait, hop.group, names)
 
@@ -371,13 +455,13 @@ class Collectives:
             # What travels between replicas is made of it as it is.
             return buffer
         summed = parts_to_sum(hop.numels)
-        wait = self._transport.reduce(buffer, mean, Hop(hop.group, summed, hop.tag))
+        wait = self._transports.inside.reduce(buffer, mean, hop._replace(numels=summed))
         yield
         part = self._blocking(wait, hop.group, names)
         if summed is not hop.numels:
             # With what all ranks have sent: given back before the sums of others come.
             del wait
-            wait = self._transport.deal(part, summed, hop)
+            wait = self._transports.inside.deal(part, summed, hop)
             yield
             part = self._blocking(wait, hop.group, names)
         return part
@@ -411,26 +495,27 @@ class Collectives:
     ) -> Steps:
         """From sums over this node, or this replica, to the mean of all ranks at its owner."""
         nodes, replica = self.groups.nodes, self.groups.replica
-        mean = Mean(dtype, self._scale)
+        mean, transport = Mean(dtype, self._scale), self._transports.across
+        wire_dtype = self._wire(wire_dtype, dtype)
         if nodes is not None:
-            columns = [one.numels(hop.numels) for one in nodes.columns]
-            parts = part.to(wire_dtype).split_with_sizes([sum(numels) for numels in columns])
+            hops = self._column_hops(hop)
+            parts = part.to(wire_dtype).split_with_sizes([sum(one.numels) for one in hops])
             # The slice that is this rank's own lies in the first.
             return (
                 yield from _together(
-                    self._sum(one, Hop(column.group, numels, hop.tag), mean, names)
-                    for column, numels, one in zip(nodes.columns, columns, parts, strict=True)
+                    self._sum(one, across, mean, names, transport)
+                    for across, one in zip(hops, parts, strict=True)
                 )
             )
         if replica.size > 1:
             # All-reduce as reduce, then gather of the means: the order of summation is defined,
             # and every replica holds the same bits, those that travelled.
             wire = part.to(wire_dtype)
-            across = Hop(replica, (wire.numel() // replica.size,) * replica.size, hop.tag)
-            own = yield from self._sum(wire, across, mean, names)
+            across = self._replica_hop(hop)
+            own = yield from self._sum(wire, across, mean, names, transport)
             part = torch.empty_like(wire)
             gathered = across._replace(tag=hop.tag - REDUCE + GATHER)
-            yield from self._gather(part, own.to(wire_dtype), gathered, names)
+            yield from self._gather(part, own.to(wire_dtype), gathered, names, transport)
         # Never in the storage of the local buffer, which this is in a world of one rank.
         return part.to(dtype, copy=hop.group.size == 1 and replica.size == 1)
 
@@ -455,7 +540,13 @@ class Collectives:
         """Free a main thread that is blocked in a transfer which will never end."""
         for group in self.groups.all:
             if group.process_group is not None:
-                self._transport.interrupt(group, self._first_tag + TAGS_PER_MODEL - 1)
+                self._transports.plain.interrupt(group, self._first_tag + TAGS_PER_MODEL - 1)
+
+
+def _sent(transport: Transport, hop: Hop, dtype: torch.dtype) -> int:
+    """What a rank sends of a buffer that is reduced: all but its own part."""
+    sizes = transport.num_bytes(hop, dtype)
+    return sum(sizes) - sizes[hop.group.rank]
 
 
 def _together(transfers: Iterable[Steps]) -> Steps:

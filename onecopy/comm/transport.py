@@ -20,12 +20,14 @@ import torch.distributed as dist
 from onecopy.comm.groups import Group
 
 __all__ = [
+    "Division",
     "Finish",
     "Hop",
     "Mean",
     "Messages",
     "Native",
     "Nothing",
+    "Parts",
     "Transport",
     "parts_to_sum",
     "shares",
@@ -38,17 +40,39 @@ Finish = Callable[[], torch.Tensor]
 BLOCK_NUMEL = 1 << 16
 
 
+class Division(NamedTuple):
+    """How a buffer is divided into the ranks' slices.
+
+    numels: elements of each; some have none.
+    exact: first and last + 1 element of what no code may round, ascending (flags of gradients).
+    """
+
+    numels: Sequence[int]
+    exact: Sequence[tuple[int, int]] = ()
+
+    def exact_between(self, low: int, high: int) -> list[tuple[int, int]]:
+        """`exact` within elements [low, high), counted from there."""
+        cut = ((max(first, low) - low, min(end, high) - low) for first, end in self.exact)
+        return [(first, end) for first, end in cut if first < end]
+
+
 class Hop(NamedTuple):
-    """One exchange inside one group: how many elements each rank's slice has; some have none."""
+    """One exchange inside one group, of a buffer divided into its ranks' slices."""
 
     group: Group
     numels: Sequence[int]
     tag: int
+    exact: Sequence[tuple[int, int]] = ()
 
     @property
     def is_even(self) -> bool:
         """All slices are equal."""
         return self.numels.count(self.numels[0]) == len(self.numels)
+
+    def exact_of(self, place: int) -> list[tuple[int, int]]:
+        """What is exact in the slice of one rank, counted from its start."""
+        low = sum(self.numels[:place])
+        return Division(self.numels, self.exact).exact_between(low, low + self.numels[place])
 
 
 def parts_to_sum(numels: Sequence[int]) -> Sequence[int]:
@@ -80,19 +104,46 @@ class Mean(NamedTuple):
     scale: float
 
 
+class Parts(NamedTuple):
+    """A buffer, and how many elements of it each rank of a group sends, or is sent."""
+
+    buffer: torch.Tensor
+    numels: Sequence[int]
+
+    @property
+    def each(self) -> list[torch.Tensor]:
+        """The parts, by rank."""
+        return list(self.buffer.split_with_sizes(list(self.numels)))
+
+
 class Transport(Protocol):
-    """How a hop is made."""
+    """How a hop is made.
+
+    gather: collect the ranks' slices into `flat`. reduce: sum the slices of one rank there.
+    exchange: from each rank to each other what is meant for it, as it is.
+    """
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish: ...
 
     def reduce(self, buffer: torch.Tensor, mean: Mean, hop: Hop) -> Finish: ...
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish: ...
+    def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish: ...
 
     def interrupt(self, group: Group, tag: int) -> None: ...
 
+    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
+        """From parts of `numels` elements on the ranks to the slices that they own."""
+        rank = hop.group.rank
+        total = part.new_empty(hop.numels[rank])
+        received = Parts(total, shares(rank, hop.numels, numels))
+        return self.exchange(received, Parts(part, shares(rank, numels, hop.numels)), hop)
 
-class Nothing:
+    def num_bytes(self, hop: Hop, dtype: torch.dtype) -> list[int]:
+        """What each rank's slice of a buffer of this dtype takes on its way."""
+        return [numel * dtype.itemsize for numel in hop.numels]
+
+
+class Nothing(Transport):
     """Sends nothing: in an imagined world buffers are only as large as they would be.
 
     Args:
@@ -122,15 +173,14 @@ class Nothing:
 
         return wait
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
-        total = part.new_empty(hop.numels[hop.group.rank])
-        return lambda: total
+    def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish:
+        return lambda: received.buffer
 
     def interrupt(self, group: Group, tag: int) -> None:
         """Nobody waits."""
 
 
-class Messages:
+class Messages(Transport):
     """Messages from rank to rank (Gloo); empty slices send none."""
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
@@ -157,19 +207,15 @@ class Messages:
 
         return wait
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
-        """From parts of `numels` elements on the ranks to the slices that they own."""
-        rank = hop.group.rank
-        total = part.new_empty(hop.numels[rank])
-        sent = part.split_with_sizes(shares(rank, numels, hop.numels))
-        received = total.split_with_sizes(shares(rank, hop.numels, numels))
-        works = _exchange(hop, received, sent)
-        received[rank].copy_(sent[rank])
+    def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish:
+        to_us, from_us, rank = received.each, sent.each, hop.group.rank
+        works = _exchange(hop, to_us, from_us)
+        to_us[rank].copy_(from_us[rank])
 
         def wait() -> torch.Tensor:
             for work in works:
                 work.wait()
-            return total
+            return received.buffer
 
         return wait
 
@@ -184,7 +230,7 @@ class Messages:
             return
 
 
-class Native:
+class Native(Transport):
     """The backend's own collectives (NCCL)."""
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
@@ -219,24 +265,28 @@ class Native:
             return wait
         # A ring would sum in the low precision of the wire, and takes equal slices only: exchange
         # them (the same bytes) and sum them here.
-        received = buffer.new_empty(own * group.size)
-        work = _all_to_all(received, [own] * group.size, buffer, hop.numels, group)
+        received = Parts(buffer.new_empty(own * group.size), [own] * group.size)
+        finish = self.exchange(received, Parts(buffer, hop.numels), hop)
 
         def wait_and_sum() -> torch.Tensor:
-            _wait_for([work])
-            return _mean_in_order(list(received.view(group.size, -1)), group.rank, mean)
+            parts = list(finish().view(group.size, -1))
+            return _mean_in_order(parts, group.rank, mean)
 
         return wait_and_sum
 
-    def deal(self, part: torch.Tensor, numels: Sequence[int], hop: Hop) -> Finish:
-        rank = hop.group.rank
-        total = part.new_empty(hop.numels[rank])
-        received, sent = shares(rank, hop.numels, numels), shares(rank, numels, hop.numels)
-        work = _all_to_all(total, received, part, sent, hop.group)
+    def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish:
+        work: dist.Work | None = dist.all_to_all_single(
+            received.buffer,
+            sent.buffer,
+            list(received.numels),
+            list(sent.numels),
+            group=hop.group.process_group,
+            async_op=True,
+        )
 
         def wait() -> torch.Tensor:
             _wait_for([work])
-            return total
+            return received.buffer
 
         return wait
 
@@ -250,24 +300,6 @@ def _wait_for(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()
-
-
-def _all_to_all(
-    received: torch.Tensor,
-    received_numels: Sequence[int],
-    sent: torch.Tensor,
-    sent_numels: Sequence[int],
-    group: Group,
-) -> dist.Work | None:
-    work: dist.Work | None = dist.all_to_all_single(
-        received,
-        sent,
-        list(received_numels),
-        list(sent_numels),
-        group=group.process_group,
-        async_op=True,
-    )
-    return work
 
 
 def _parts_of_ranks(

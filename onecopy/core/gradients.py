@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onecopy.comm.transport import Division
 from onecopy.core.layout import Layout, Span
 from onecopy.core.owned_mean import OwnedMean
 from onecopy.memory import buffers
@@ -50,6 +51,8 @@ class Gradients:
         self._unit_flags = [trailer[..., -1] for trailer in self._trailers]
         self._slice_numel = layout.slice_numels[unit.slice.rank]
         self._stride = layout.strides[unit.slice.rank]
+        # Flags are no values: they are not quantized with them.
+        self._division = Division(layout.strides, layout.trailers)
         # Where each parameter's gradient goes: parts in memory order, and a view shaped like the
         # parameter where no slice border cuts it.
         self._parts = [_parts(self.buffer, spans, layout) for spans in layout.spans]
@@ -207,7 +210,7 @@ class Gradients:
         self._is_boundary = is_boundary
         self._pending = self._collectives.reduce(
             self.buffer,
-            self.unit.layout.strides,
+            self._division,
             self._sum_dtype,
             self.unit.number,
             node_sum=self.node_sum,
@@ -219,7 +222,7 @@ class Gradients:
         assert self.node_sum is not None, "a backward has left something"
         self._flag_is_wanted, self._is_boundary = False, True
         self._pending = self._collectives.reduce_across(
-            self.node_sum, self.unit.layout.strides, self.buffer.dtype, self.unit.number
+            self.node_sum, self._division, self.buffer.dtype, self.unit.number
         )
 
     def advance_reduce(self) -> bool:

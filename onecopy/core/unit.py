@@ -499,7 +499,7 @@ class Unit:
         own = None if self.secondary is not None else self.slice.rounded()
         if own is not None and self._stage.keeps_secondary:
             self.secondary = self.flat.new_empty(self._collectives.part_numel(numels))
-        self._pending = self._collectives.gather(
+        self._pending = self._collectives.gather_values(
             self.flat, own, numels, self.number, verb=kind, secondary=self.secondary
         )
         self.state = UnitState.GATHERING

@@ -16,6 +16,8 @@ import torch
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.groups import Group, has_native_collectives
 from onecopy.comm.nodes import make_groups
+from onecopy.comm.quantized import transports_of
+from onecopy.comm.transport import Division
 from onecopy.doctor.results import SIZES, Transfer
 from onecopy.events import Events
 
@@ -40,7 +42,11 @@ def measure(world: Group, device: torch.device, say: Callable[[str], None]) -> I
     native = has_native_collectives(world, device)
     groups = make_groups(world, "world")
     ways = Collectives(
-        groups, key="doctor", model_number=MODEL_NUMBER, native=native, events=Events()
+        groups,
+        key="doctor",
+        model_number=MODEL_NUMBER,
+        transports=transports_of(groups, native=native),
+        events=Events(),
     )
     try:
         slowest = dict.fromkeys(VERBS, 0.0)
@@ -134,15 +140,15 @@ class _Reduces:
     def __init__(self, ways: Collectives, numel: int, device: torch.device) -> None:
         world, self._ways = ways.groups.world, ways
         values = _values(numel, device)
-        self._numels = (numel // world.size,) * world.size
-        own = values.split_with_sizes(self._numels)[world.rank]
+        self._division = Division((numel // world.size,) * world.size)
+        own = values.split_with_sizes(list(self._division.numels))[world.rank]
         total = own * (world.size * (world.size + 1) // 2)
         self._expected = total * (1.0 / world.size)
         self._buffer = values.mul_(world.rank + 1)
         self._mean = torch.empty(0)
 
     def run(self) -> None:
-        self._mean = self._ways.reduce(self._buffer, self._numels, torch.float32, 0).finish()
+        self._mean = self._ways.reduce(self._buffer, self._division, torch.float32, 0).finish()
 
     def forget(self) -> None:
         self._mean = torch.empty(0)
