@@ -9,15 +9,20 @@ Floors, which communicate nothing (so they train on their own rank's data alone)
 Peers: ddp, zero_redundancy (ZeroRedundancyOptimizer over DDP), fsdp2 (fully_shard on each block
 and on the model). Ours: onecopy-0 to onecopy-3.
 
+On several nodes also hsdp (fsdp2, cut inside nodes only) and ours that know nodes, by the names of
+the papers; see ONECOPY.
+
 All use `torch.optim.AdamW(fused=True)` and defaults otherwise, but for DDP's
 `gradient_as_bucket_view=True`, which is its better side.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from benchmarks.model import GPT, SIZES
+from onecopy.config import Quantize
 
-__all__ = ["CONTENDERS", "FLOORS", "Contender", "Setting", "build", "floor_of"]
+__all__ = ["CONTENDERS", "FLOORS", "ONECOPY", "Contender", "Setting", "build", "floor_of"]
 
 FLOORS = ("compute", "compute+step", "compute+step/N")
 CONTENDERS = (
@@ -39,6 +45,18 @@ CONTENDERS = (
     *(f"onecopy-{stage}" for stage in range(4)),
 )
 LEARNING_RATE = 1e-3
+# Settings of shard for each of ours.
+ONECOPY: dict[str, dict[str, Any]] = {
+    **{f"onecopy-{stage}": {"stage": stage} for stage in range(4)},
+    "mics": {"stage": "mics"},
+    "hfsdp": {"stage": "hfsdp"},
+    "hpz": {"stage": "hpz"},
+    "qwz": {"stage": 3, "quantize": Quantize(gradients=None)},
+    "qgz": {"stage": 3, "quantize": Quantize(weights=None)},
+    "zero++": {"stage": "hpz", "quantize": Quantize()},
+    "auto": {"stage": 3, "quantize": "auto"},
+    "hpz auto": {"stage": "hpz", "quantize": "auto"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +100,8 @@ def build(name: str, setting: Setting) -> Contender:
     model = GPT(SIZES[setting.size], setting.context)
     if name in FLOORS:
         return _floor(name, model, setting)
-    if name == "fsdp2":
-        return _fsdp2(model, setting)
+    if name in ("fsdp2", "hsdp"):
+        return _fsdp2(name, model, setting)
     if name in ("ddp", "zero_redundancy"):
         return _ddp(name, model, setting)
     return _onecopy(name, model, setting)
@@ -165,8 +183,13 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
     )
 
 
-def _fsdp2(model: GPT, setting: Setting) -> Contender:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _fsdp2(name: str, model: GPT, setting: Setting) -> Contender:
+    size = dist.get_world_size()
+    shape, dimensions = (size,), ("shard",)
+    if name == "hsdp":
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        shape, dimensions = (size // here, here), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dimensions)
     policy = MixedPrecisionPolicy()
     if setting.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -175,7 +198,7 @@ def _fsdp2(model: GPT, setting: Setting) -> Contender:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = _adamw(list(model.parameters()))
     return Contender(
-        name="fsdp2",
+        name=name,
         model=model,
         optimizer=optimizer,
         forward=model,
@@ -185,13 +208,13 @@ def _fsdp2(model: GPT, setting: Setting) -> Contender:
 
 
 def _onecopy(name: str, model: nn.Module, setting: Setting) -> Contender:
-    stage = int(name[-1])
+    settings = ONECOPY[name]
     optimizer = _adamw(list(model.parameters()))
-    onecopy.shard(model, optimizer, stage=stage, precision=setting.dtype)
+    onecopy.shard(model, optimizer, precision=setting.dtype, **settings)
 
     def settle() -> None:
         # Stages 1 and 2 leave updated values under way until they are touched.
-        if stage in (1, 2):
+        if settings["stage"] in (1, 2):
             for parameter in model.parameters():
                 parameter.detach()
 

@@ -61,6 +61,13 @@ class Steps:
     cpu: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
+    def add(self, seconds: tuple[float, float, float, float]) -> None:
+        """One timed step, as `train_step` returns it."""
+        self.forward.append(seconds[0])
+        self.backward.append(seconds[1])
+        self.optimizer.append(seconds[2])
+        self.cpu.append(seconds[3])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -143,10 +150,7 @@ def _turn(contender: Contender, setting: Setting, plan: Plan, number: int, into:
         seconds, loss = train_step(contender, setting, step)
         into.losses.append(loss)
         if number >= plan.warm_rounds and step > first:
-            into.forward.append(seconds[0])
-            into.backward.append(seconds[1])
-            into.optimizer.append(seconds[2])
-            into.cpu.append(seconds[3])
+            into.add(seconds)
     contender.settle()
     dist.barrier()
 

@@ -26,6 +26,7 @@ class Size:
 
 SIZES = {
     "1m": Size(layers=4, width=128, heads=4, vocabulary=512),
+    "5m": Size(layers=6, width=256, heads=4, vocabulary=2048),
     "10m": Size(layers=7, width=320, heads=5, vocabulary=4096),
     "50m": Size(layers=9, width=640, heads=10, vocabulary=8192),
     "125m": Size(layers=12, width=768, heads=12, vocabulary=50257, tied=True),

@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.contenders import FLOORS, floor_of
 from benchmarks.measure import Memory, Steps
 
-__all__ = ["Column", "deviations", "machine", "memory_rows", "show", "time_rows"]
+__all__ = ["Column", "deviations", "machine", "memory_rows", "show", "time_row", "time_rows"]
 
 Row = dict[str, Any]
 
@@ -72,7 +72,7 @@ def time_rows(results: Mapping[str, Sequence[Steps]]) -> list[Row]:
     A step lasts as long as on its slowest rank; rows hold medians over steps. Phases are medians
     of their own, so they need not add up to the step.
     """
-    rows = [_time_row(name, ranks) for name, ranks in results.items()]
+    rows = [time_row(name, ranks) for name, ranks in results.items()]
     totals = {row["name"]: row["total"] for row in rows}
     for row in rows:
         name = row["name"]
@@ -86,7 +86,8 @@ def time_rows(results: Mapping[str, Sequence[Steps]]) -> list[Row]:
     return rows
 
 
-def _time_row(name: str, ranks: Sequence[Steps]) -> Row:
+def time_row(name: str, ranks: Sequence[Steps]) -> Row:
+    """A contender's medians in milliseconds, and the spread of its steps."""
     phases = {
         phase: [1e3 * max(step) for step in zip(*(getattr(r, phase) for r in ranks), strict=True)]
         for phase in ("forward", "backward", "optimizer", "cpu")

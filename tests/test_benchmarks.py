@@ -54,3 +54,32 @@ def test_swap_speed(tmp_path: Path) -> None:
     for words in ("3 threads", "layer / disk", "write", "read", "both"):
         assert words in shown
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_slow_network(tmp_path: Path) -> None:
+    """Every contender sends what its events say, and all learn the same."""
+    record = tmp_path / "record.json"
+    names = ["onecopy-3", "fsdp2", "hsdp", "mics", "hpz"]
+    sizes = "--size 1m --context 32 --rounds 1 --steps 1 --speeds 400 0".split()
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.slow_network", *sizes),
+            *("--json", str(record), "--contenders", *names),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if "there can be no network of namespaces" in ended.stdout:
+        pytest.skip(ended.stdout.splitlines()[-1])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    speeds = json.loads(record.read_text())["speeds"]
+    assert list(speeds) == ["400", "0"]
+    for speed in speeds.values():
+        assert [row["name"] for row in speed["rows"]] == names
+        for row in speed["rows"]:
+            counted = row.get("counted", row["sent"])
+            assert counted <= row["sent"] <= 1.1 * counted, row
