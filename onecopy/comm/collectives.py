@@ -53,6 +53,9 @@ GATHER, REDUCE = 0, 1
 class Pending:
     """A transfer under way. `finish` waits for it and returns its result, once.
 
+    It goes in hops. A buffer that is reduced is read by the first of them alone: it is free again
+    when `advance` has returned.
+
     Attributes:
         num_bytes: bytes that this rank sends for it.
         across_bytes: those of them that leave its node.

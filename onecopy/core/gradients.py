@@ -229,6 +229,17 @@ class Gradients:
         """Let a reduce of several hops start its next one; True when the last has ended."""
         return self._pending is None or self._pending.advance()
 
+    def leave_buffer(self) -> bool:
+        """Wait until the reduce under way has read the buffer, and give that back; True at its end.
+
+        What follows a hop inside a node takes time, and only this rank's part of the memory.
+        """
+        if self._pending is None or self.needs_buffer:
+            return self._pending is None
+        has_ended = self._pending.advance()
+        self._free_buffer()
+        return has_ended
+
     @property
     def reduce_bytes(self) -> tuple[int, int]:
         """Bytes that this rank sends for the reduce under way, and those that leave its node."""

@@ -108,8 +108,12 @@ class Reduces:
 
     def make_room(self) -> None:
         """Where gradients are cut, at most one unit's full gradients exist at a time."""
-        if self._engine.stage.cut_gradients:
-            self._finish_all()
+        if not self._engine.stage.cut_gradients:
+            return
+        for gradients in list(self._in_flight):
+            if gradients.leave_buffer():
+                self._in_flight.remove(gradients)
+                self._finish(gradients)
 
     @property
     def has_sums(self) -> bool:
