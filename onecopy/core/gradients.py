@@ -321,17 +321,21 @@ class Gradients:
         self._carried.clear()
         self._arrived.clear()
         self.carry = None
-        self.node_sum = None
+        self.drop_sum()
         self._arriving = None
         self._free_buffer()
         if not keep_means:
             self.mean.drop()
             self.forget_overflow()
 
+    def drop_sum(self) -> None:
+        """Forget what is summed in this node; a reduce under way begins anew."""
+        self.node_sum, self._goes_on = None, False
+
     def forget_backward(self) -> None:
         """A backward has failed: what only it has brought goes."""
         earlier = self.node_sum if self._goes_on else None
-        self.clear(keep_means=self._goes_on or not self.mean.is_fresh)
+        self.clear(keep_means=earlier is not None or not self.mean.is_fresh)
         self.node_sum = earlier
         self._expected = self._all
 
@@ -362,7 +366,7 @@ class Gradients:
         self.needs_buffer = False
 
     def _free_buffer(self) -> None:
-        if not self._keeps_buffer and not self.needs_buffer:
+        if not self._keeps_buffer and not self.needs_buffer and self._pending is None:
             buffers.free(self.buffer)
             self.needs_buffer = True
 

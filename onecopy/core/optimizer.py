@@ -445,8 +445,9 @@ def _zero_grad(reference: weakref.ref[Binding], set_to_none: bool = True) -> Non
     for unit in binding.units:
         if unit.gradients is None:
             continue
-        if unit.gradients.has_local or unit.gradients.node_sum is not None:
+        if unit.gradients.has_local:
             unit.gradients.clear(keep_means=True)
+        unit.gradients.drop_sum()
         unit.gradients.mean.note_removal()
         unit.gradients.forget_overflow()
 

@@ -221,8 +221,12 @@ class OwnedMean:
             return
         mean = self.value
         if mean is None:
-            self.is_fresh = True
+            self.is_fresh = not self._has_foreign
             views = self._views(result.to(self._unit.dtypes.gradient))
+            for view, (_, piece) in zip(views, self.owned, strict=True):
+                if piece.grad is not None:
+                    view.add_(piece.grad)
+                    piece.grad = view
         else:
             views = self._views(mean)
             for view, (_, piece) in zip(views, self.owned, strict=True):
@@ -236,17 +240,25 @@ class OwnedMean:
             if piece.grad is None and (flags is None or flags[order]):
                 piece.grad = views[order]
 
+    @property
+    def _has_foreign(self) -> bool:
+        """Somebody has put gradients there, where there is no mean: it is added to them."""
+        return any(piece.grad is not None for _, piece in self.owned)
+
     def _accumulate_at_rest(
         self, tier: MeanTier, result: torch.Tensor, flags: list[bool] | None
     ) -> None:
         """`_accumulate` where the mean rests."""
-        resting = self._resting
+        resting, is_added = self._resting, False
         if resting is None or self.value is not resting.whole:
-            self.is_fresh = True
+            self.is_fresh = not self._has_foreign
             self._forget()
-            resting = RestingMean(tier, result.to(self._unit.dtypes.gradient), self._views)
-            self._resting = resting
-        else:
+            first = result.to(self._unit.dtypes.gradient)
+            if not self.is_fresh:
+                first = torch.zeros_like(first)
+            self._resting = RestingMean(tier, first, self._views)
+            is_added, resting = self.is_fresh, self._resting
+        if not is_added:
             resting.add(result, [piece for _, piece in self.owned])
         for order, (_, piece) in enumerate(self.owned):
             if piece.grad is None and (flags is None or flags[order]):
