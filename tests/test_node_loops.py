@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onecopy
-from onecopy.errors import DivergenceError, ShardingError
+from onecopy.errors import DivergenceError
 from tests.pool import Pool
 
 HYBRIDS = ("mics", "hfsdp", "hpz", "whole/node/world")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import onecopy
 import onecopy.events
@@ -21,7 +21,7 @@ import onecopy.report.memory
 from onecopy.core.stages import stage_of
 from tests import models, reference
 from tests.pool import Pool
-from tests.runs import OPTIMIZERS, Plan, Run, train
+from tests.runs import OPTIMIZERS, Plan, Run, full_values, train
 
 CUTS = ("whole", "node", "world")
 STAGES = ["/".join(cuts) for cuts in itertools.combinations_with_replacement(CUTS, 3)]
@@ -234,3 +234,89 @@ def test_bytes_equal_the_formula(pool: Pool, stage: str, backwards: int, no_sync
     for flat, gradient, sent in pool.run(4, step_of, stage, backwards, no_sync):
         # In quarters of buffers of fp32, which are a byte each.
         assert sent == volumes(stage, flat, gradient, backwards, 1 if no_sync else backwards)
+
+
+def held(stage: str, precision: str) -> list[tuple[int, int]]:
+    """Bytes of parameters and of gradients beyond the plain ones, between backwards: as measured,
+    and by the formula.
+    """
+    model = models.build("gpt")
+    optimizer = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, optimizer, stage=stage, node_size=2, precision=precision)
+    engine = onecopy.handle.of(model).engine
+    batch = models.batch("gpt", 0, dist.get_rank())
+    for _ in range(2):
+        for _ in range(2):
+            models.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = onecopy.report.memory.measure(model)
+    models.loss(model, batch).backward()
+    between = onecopy.report.memory.measure(model)
+    models.loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after = onecopy.report.memory.measure(model)
+    assert after == before, "nothing is left of either"
+    layouts = [unit.layout for unit in engine.units]
+    flat = sum(layout.padded_numel for layout in layouts)
+    gradient = sum(layout.gradient_numel for layout in layouts)
+    itemsize = {"fp32": 4, "bf16": 2}[precision]
+    cut = stage_of(stage)
+    # A half of each: there are two ranks in a node. A mean is a quarter, or where states are cut
+    # inside nodes a half, and comes with the boundary.
+    secondary = itemsize * flat // 2 if cut.keeps_secondary else 0
+    sums = 4 * gradient // 2 if cut.sums_at_boundary else 4 * gradient // 4
+    return [
+        (between.parameters - before.parameters, secondary),
+        (between.gradients - before.gradients, sums),
+    ]
+
+
+@pytest.mark.parametrize("stage", PRESETS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_equals_the_formula(pool: Pool, stage: str, precision: str) -> None:
+    """A node part of the parameters in the compute dtype, one of the gradients in fp32."""
+    for found in pool.run(4, held, stage, precision):
+        for measured, formula in found:
+            assert measured == formula
+
+
+def resumed(
+    stage: int | str, node_size: int, source: str, target: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train, load `source` if there is one, save to `target`; the values, and those a step on."""
+    model = models.build("gpt", 1)
+    optimizer = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, optimizer, stage=stage, node_size=node_size)
+
+    def step(number: int) -> None:
+        for _ in range(2):
+            models.loss(model, models.batch("gpt", number, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    models.loss(model, models.batch("gpt", 9, 0)).backward()
+    optimizer.zero_grad()
+    if source:
+        onecopy.load(source, model, optimizer)
+    onecopy.save(target, model, optimizer, step=1)
+    values = full_values(model)
+    step(1)
+    return values, full_values(model)
+
+
+@pytest.mark.sampled("other", [2, "hpz", "hfsdp", "whole/node/world"], 1)
+@pytest.mark.sampled("stage", PRESETS, 1)
+def test_checkpoints_fit_every_stage(pool: Pool, tmp_path: Path, stage: str, other: Any) -> None:
+    """From two nodes to uneven ones and back; all ranks see the same data."""
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    runs = pool.run(4, resumed, stage, 2, "", first)
+    runs += pool.run(3, resumed, other, 2, first, second)
+    runs += pool.run(4, resumed, stage, 2, second, third)
+    values, ahead = runs[0]
+    for found, then in runs[1:]:
+        for name, value in values.items():
+            assert torch.equal(found[name], value), name
+            torch.testing.assert_close(then[name], ahead[name], rtol=1e-5, atol=1e-6)
