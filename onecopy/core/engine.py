@@ -234,11 +234,13 @@ class Engine:
             self.rest()
         self.schedule.begin(key)
 
-    def demand(self, unit: Unit, wish: str | None = None) -> None:
+    def demand(self, unit: Unit, wish: str | None = None, *, exactly: bool = False) -> None:
         """The unit's values are needed now: gathered when this returns, the next under way.
 
         Args:
             wish: how the ranks name this use when they agree on it; None for a module's.
+            exactly: somebody looks at them outside of forward and backward; what is not gathered
+                yet is not quantized for that.
         """
         if unit.state is UnitState.GATHERED:
             return
@@ -252,7 +254,7 @@ class Engine:
                 if other.state is UnitState.SHARDED and other.secondary is None:
                     other.slice.start_fetch()
         if unit.state is UnitState.SHARDED:
-            unit.start_gather()
+            unit.start_gather(exactly=exactly)
         self._prefetch()
         unit.finish_gather()
 
@@ -373,8 +375,11 @@ class Engine:
                 self.finish_failed_step()
             if self.stage.releases:
                 self.begin_segment(("full parameters",))
+            elif not all(unit.is_exact for unit in self.units):
+                self.collectives.agreement.agree("full parameters")
             for unit in self.units:
-                self.demand(unit)
+                self.demand(unit, exactly=True)
+                unit.gather_exactly()
                 unit.drop_secondary()
                 # Now, so that what is changed inside can be told from what is not.
                 unit.slice.join_master()
@@ -401,6 +406,8 @@ class Engine:
                 unit.take_values()
                 unit.slice.rest()
                 self.release(unit, settled=True)
+                if unit.state is UnitState.GATHERED:
+                    unit.show_as_sent()
 
 
 def _structure_of(model: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:

@@ -5,15 +5,15 @@ Tensor roles (s elements in this rank's slice):
     master  (s,) master dtype; the same memory as `own` where the flat buffer stays and the dtypes
             are equal; where it is split, `own` and a remainder hold its values until somebody wants
             them; where states are offloaded, in host memory, or on disk until somebody wants them
-    kept    (s,) compute dtype; where they are and the flat buffer is released: the values on the
-            device, or in host memory, which gathers send
+    kept    (s,) compute dtype; where they are and the flat buffer is released, or has what codes make
+            of the values: the values on the device, or in host memory, which gathers send
     pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
             the parameter where the layout keeps parameters whole
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,7 +47,11 @@ class OwnedSlice:
         is_offloaded: the master lies in host memory, or on disk.
         is_in_update: an update under way is changing the master; see delayed.py.
         rank: number of the slice that this rank owns.
+        as_sent: what quantization makes of values, where the flat buffer has that, and not the
+            values as the master rounds to them.
     """
+
+    as_sent: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -144,8 +148,8 @@ class OwnedSlice:
         if is_trained and placement.optimizer == "device":
             self._keep_master_on_device()
             return
-        if releases and self._stays:
-            self._kept = self._master.to(compute)
+        if (releases or self.as_sent is not None) and self._stays:
+            self._kept = self._master.to(compute, copy=True)
         master = torch.empty_like(self._master, device=HOST).copy_(self._master)
         self._take_master(master)
         self.is_offloaded = True
@@ -356,33 +360,33 @@ class OwnedSlice:
         """Whether the flat buffer's values are not what the master rounds to."""
         if not self.has_own_values:
             return False
-        own = self.own.to(self.device)
-        return any(
-            not torch.equal(own[low : low + values.numel()], values.to(own.dtype))
-            for low, values in self._parts()
-        )
+        own, coded = self.own.to(self.device), self._coded()
+        parts = self._parts()
+        return any(bool(_changed(own, coded, low, values).any()) for low, values in parts)
 
     @property
     def is_only_read(self) -> bool:
         """An update changes the master, and the gathered values are what the device keeps."""
         if not self.is_in_update or self._kept is None:
             return False
-        return torch.equal(self.own, self._kept)
+        kept = self._kept if self.as_sent is None else self.as_sent(self._kept.to(self.own.device))
+        return torch.equal(self.own, kept)
 
     def take_values(self) -> None:
         """Make the master hold the values of the flat buffer.
 
-        Only elements that differ from the master's rounded value are taken over, so that reading
-        and writing back never costs a master its precision.
+        Only elements that differ from the master's rounded value, and from what codes make of it
+        where they do, are taken over, so that reading and writing back never costs a master its
+        precision.
         """
         if self.is_in_update:
             self.join_master()
         if not self.has_own_values:
             return
-        whole = self.own.to(self.device)
+        whole, coded = self.own.to(self.device), self._coded()
         for low, master in self._parts():
             own = whole[low : low + master.numel()]
-            changed = own != master.to(own.dtype)
+            changed = _changed(whole, coded, low, master)
             if self.disk is not None and not bool(changed.any()):
                 continue
             master.copy_(torch.where(changed, own.to(master.dtype), master))
@@ -392,22 +396,37 @@ class OwnedSlice:
         if self.disk is None:
             self._is_stale = True
 
+    def _coded(self) -> torch.Tensor | None:
+        """(s,) what the flat buffer has where nobody has written, if codes have made it."""
+        if self.as_sent is None:
+            return None
+        rounded = torch.empty_like(self.own, device=self.device)
+        for low, master in self._parts():
+            rounded[low : low + master.numel()].copy_(master)
+        # Where it is gathered: another kind of device need not round in the same way.
+        return self.as_sent(rounded.to(self.own.device)).to(self.device)
+
     def _parts(self) -> Iterable[tuple[int, torch.Tensor]]:
         """The master in parts, each with its first element; copies where it rests on disk."""
         return ((0, self._master),) if self.disk is None else self.disk.parts()
 
-    def load(self, index: int, value: torch.Tensor) -> None:
+    def load(self, index: int, value: torch.Tensor, *, is_gathered: bool) -> None:
         """Give the piece of parameter `index` values that were loaded into it, unrounded.
 
         Only where they agree with what the parameter holds: code of the model's own may have
         loaded something else.
+
+        Args:
+            is_gathered: the flat buffer says what that is, else the master does.
         """
         place, compute = self.place_of(index), self.own.dtype
         values = self.own_part(index, value)
         with self.joined():
             master = self._master[place.start : place.start + place.numel]
             loaded = values.to(master)
-            master.copy_(torch.where(loaded.to(compute) == master.to(compute), loaded, master))
+            held = self.own[place.start : place.start + place.numel] if is_gathered else master
+            agrees = loaded.to(compute) == held.to(master.device, compute)
+            master.copy_(torch.where(agrees, loaded, master))
 
     # Steps in chunks --------------------------------------------------------------------------
 
@@ -477,3 +496,19 @@ class OwnedSlice:
 
     def _part(self, place: Piece) -> torch.Tensor:
         return self.as_piece(place.index, self._master[place.start : place.start + place.numel])
+
+
+def _changed(
+    own: torch.Tensor, coded: torch.Tensor | None, low: int, master: torch.Tensor
+) -> torch.Tensor:
+    """Where the values beside a part of the master, from element `low` on, are somebody else's.
+
+    Neither what it rounds to, nor what codes make of that.
+    """
+    own = own[low : low + master.numel()]
+    changed = own != master.to(own.dtype)
+    if coded is None:
+        return changed
+    coded = coded[low : low + master.numel()]
+    # One value that is not finite makes NaNs of its block, which are no writes.
+    return changed & (own != coded) & ~(own.isnan() & coded.isnan())

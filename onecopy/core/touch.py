@@ -78,7 +78,8 @@ class Touch:
     def _gather(
         self, unit: Unit, name: str, function: Callable[..., Any], is_outside: bool
     ) -> None:
-        self._engine.demand(unit, f"the values of parameter {name} ({function.__name__})")
+        wish = f"the values of parameter {name} ({function.__name__})"
+        self._engine.demand(unit, wish, exactly=is_outside)
         if is_outside:
             # A graph, or an alias, may hold its memory: no net is spread here.
             unit.keep_for_graph()

@@ -170,6 +170,8 @@ class Unit:
         self.slice = OwnedSlice(
             self.layout, groups, own, own if of_slice is None else of_slice, self._views, trainable
         )
+        if self._collectives.quantizes_values and not self._stage.releases:
+            self.show_as_sent()
         self._placement = spec.placement
         self._place_master(is_trained=spec.trainable)
 
@@ -190,10 +192,11 @@ class Unit:
             return torch.empty(self.layout.padded_numel, dtype=compute, device=device), master
         if source is None:
             source = torch.zeros(self.layout.padded_numel, dtype=dtype, device=device)
-        if compute == dtype:
+        if compute == dtype and not self._collectives.quantizes_values:
             return source, None
         flat, master = source.to(compute), source[low:high].clone()
-        buffers.free(source)
+        if flat is not source:
+            buffers.free(source)
         return flat, master
 
     def _place_master(self, *, is_trained: bool) -> None:
@@ -205,7 +208,9 @@ class Unit:
                 self.slice.offload(
                     placement, self.name, releases=self._stage.releases, is_trained=is_trained
                 )
-        if self.dtypes.splits_master and not self._stage.releases:
+        # What is quantized does not hold the upper halves: a whole master takes no more then.
+        is_coded = self._collectives.quantizes_values
+        if self.dtypes.splits_master and not self._stage.releases and not is_coded:
             self.slice.begin_split()
 
     def unfreeze(self, dtypes: Dtypes) -> Gradients:
@@ -257,13 +262,17 @@ class Unit:
 
     # Verbs ------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """Begin to collect all ranks' slices into the flat buffer."""
+    def start_gather(self, *, exactly: bool = False) -> None:
+        """Begin to collect all ranks' slices into the flat buffer.
+
+        Args:
+            exactly: not as quantization makes them.
+        """
         self._expect("start_gather", UnitState.SHARDED)
         self._take_late_writes()
         if buffers.is_freed(self.flat):
             buffers.grow(self.flat)
-        self._send_own("gather")
+        self._send_own("gather", exactly=exactly)
 
     def finish_gather(self) -> None:
         """Wait until all slices are here; the parameters hold their values."""
@@ -278,6 +287,29 @@ class Unit:
             self.drop_secondary()
             raise
         self._remove_guard()
+
+    @property
+    def is_exact(self) -> bool:
+        """The gathered values are what the masters round to, not what codes make of that."""
+        return self.slice.as_sent is None
+
+    def gather_exactly(self) -> None:
+        """Show the exact values in the place of those that codes have made; a collective."""
+        if not self.is_exact:
+            self.take_values()
+            self._put_guard()
+            self._send_own("gather", exactly=True)
+            self.finish_gather()
+
+    def show_as_sent(self) -> None:
+        """Where parameters stay: have what codes make of them again, as all ranks do; no transfer.
+
+        The gathered values are exact, and the masters have what was written into them.
+        """
+        if self._collectives.quantizes_values:
+            self.slice.as_sent = self._collectives.as_sent
+            for part in self.flat.split_with_sizes(list(self.layout.slice_numels)):
+                part.copy_(self._collectives.as_sent(part))
 
     def release(self, *, settled: bool) -> None:
         """Give the gathered values back; changes made to them go to the masters first.
@@ -422,7 +454,7 @@ class Unit:
         The flat buffer itself is returned where the master has its dtype.
         """
         self._expect("gather_master", UnitState.GATHERED)
-        if self.dtypes.master == self.dtypes.compute:
+        if self.dtypes.master == self.dtypes.compute and self.is_exact:
             return self.flat
         self.take_values()
         whole = self.flat.new_empty(self.flat.numel(), dtype=self.dtypes.master)
@@ -438,10 +470,10 @@ class Unit:
         """
         if self.state is UnitState.GATHERED:
             self.take_values()
-        is_rounded = self.dtypes.master != self.dtypes.compute
+        is_rounded = self.dtypes.master != self.dtypes.compute or not self.is_exact
         has_its_shape = value.size() == self.parameters[index].size()
         if is_rounded and has_its_shape and index in self.slice.pieces:
-            self.slice.load(index, value)
+            self.slice.load(index, value, is_gathered=self.state is UnitState.GATHERED)
 
     def is_value_of(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the gathered parameter `index`, or a view of all of it."""
@@ -459,7 +491,7 @@ class Unit:
         """
         self._expect("gather_value", UnitState.GATHERED)
         parameter = self.parameters[index]
-        if self.dtypes.master == self.dtypes.compute:
+        if self.dtypes.master == self.dtypes.compute and self.is_exact:
             return parameter.detach().clone()
         self.take_values()
         start, stop = 0, 0
@@ -493,15 +525,23 @@ class Unit:
                 "otherwise please report it"
             )
 
-    def _send_own(self, kind: str) -> None:
-        numels = self.layout.slice_numels
-        # The node has all values together already?
-        own = None if self.secondary is not None else self.slice.rounded()
-        if own is not None and self._stage.keeps_secondary:
-            self.secondary = self.flat.new_empty(self._collectives.part_numel(numels))
-        self._pending = self._collectives.gather_values(
-            self.flat, own, numels, self.number, verb=kind, secondary=self.secondary
-        )
+    def _send_own(self, kind: str, *, exactly: bool = False) -> None:
+        numels, is_coded = self.layout.slice_numels, self._collectives.quantizes_values
+        if is_coded and exactly:
+            # What the node has together is what codes have made.
+            self.drop_secondary()
+            self.slice.as_sent = None
+            own = self.slice.rounded()
+            self._pending = self._collectives.gather(self.flat, own, numels, self.number)
+        else:
+            self.slice.as_sent = self._collectives.as_sent if is_coded else None
+            # The node has all values together already?
+            found = None if self.secondary is not None else self.slice.rounded()
+            if found is not None and self._stage.keeps_secondary:
+                self.secondary = self.flat.new_empty(self._collectives.part_numel(numels))
+            self._pending = self._collectives.gather_values(
+                self.flat, found, numels, self.number, verb=kind, secondary=self.secondary
+            )
         self.state = UnitState.GATHERING
         self._events.emit(
             "refresh" if kind == "refresh" else "gather",
