@@ -83,6 +83,28 @@ def test_the_largest_rank_is_meant_where_parameters_do_not_divide() -> None:
     assert estimate.state_bytes(3, 10, 4).parameters == 3 * 4
 
 
+# PAPERS: bytes per parameter with groups of 16 of 1024 ranks.
+@pytest.mark.parametrize(
+    ("stage", "per_parameter"),
+    [("hpz", 0.140625), (3, 0.015625), ("mics", 1.0), ("hfsdp", 0.25 + 12 / 1024)],
+)
+def test_papers_in_nodes(stage: int | str, per_parameter: float) -> None:
+    assert estimate.paper_state_bytes(stage, 1, 1024, node_size=16) == per_parameter
+    # Which is what is held here, with fp32 gradients; "hfsdp" has them over all ranks.
+    held = estimate.state_bytes(stage, 1 << 20, 1024, estimate.BF16, node_size=16)
+    here = {"hfsdp": 2 / 16 + 16 / 1024}.get(str(stage), per_parameter)
+    assert held.total == here * (1 << 20)
+
+
+@pytest.mark.parametrize("stage", ["hpz", "hfsdp", "mics", "node/world/world"])
+def test_one_node_has_no_other_cuts(stage: str) -> None:
+    for node_size in (None, 8, 16):
+        held = estimate.state_bytes(stage, 1000, 8, estimate.BF16, node_size=node_size)
+        assert held == estimate.state_bytes(3, 1000, 8, estimate.BF16)
+        sent = estimate.elements_in_hops(stage, 8, node_size=node_size)
+        assert (sent.inside, sent.across) == (estimate.elements_sent(3, 8), 0)
+
+
 # ZeRO paper, section 7: what one backward and step sends, relative to the parameters.
 @pytest.mark.parametrize(
     ("stage", "gradients", "parameters"), [(0, 2, 0), (1, 1, 1), (2, 1, 1), (3, 1, 2)]
@@ -105,6 +127,43 @@ def test_elements_sent_with_several_backwards(backwards: int, world_size: int) -
     assert unsynced == [2 * share, 2 * share, 2 * share, (2 * k + 1) * share]
 
 
+# What goes across nodes with k backwards, in multiples of (Y-1)/N: PAPERS has k + 1 for hpZ; with
+# `no_sync` one reduce is left of k.
+ACROSS = [
+    (1, lambda k: k + 1, 2),
+    (2, lambda k: k + 1, 2),
+    (3, lambda k: 3 * k, lambda k: 2 * k + 1),
+    ("hpz", lambda k: k + 1, 2),
+    ("hfsdp", lambda k: 2, 2),
+    ("mics", lambda k: 2, 2),
+    ("whole/node/world", lambda k: 2, 2),
+    ("whole/node/node", lambda k: 2, 2),
+    ("whole/whole/node", lambda k: 2 * k, 2),
+]
+
+
+@pytest.mark.parametrize(("stage", "usual", "unsynced"), ACROSS)
+@pytest.mark.parametrize("backwards", [1, 2, 5])
+def test_elements_sent_in_nodes(
+    stage: int | str, usual: object, unsynced: object, backwards: int
+) -> None:
+    """Inside they are those of the same stage in one node."""
+    k, num_ranks, in_node = backwards, 12, 4
+    for no_sync, count in ((False, usual), (True, unsynced)):
+        times = count(k) if callable(count) else count
+        found = estimate.elements_in_hops(stage, num_ranks, k, no_sync, node_size=in_node)
+        assert found.across == times * Fraction(2, 12)
+        alone = estimate.elements_sent(estimate.row_of(stage).on_one_node, in_node, k, no_sync)
+        assert found.inside == alone
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_hops_send_as_much_in_all(stage: int) -> None:
+    for num_ranks, in_node in ((8, 2), (12, 4), (64, 8), (4, 1)):
+        found = estimate.elements_in_hops(stage, num_ranks, 3, node_size=in_node)
+        assert found.total == estimate.elements_sent(stage, num_ranks, 3)
+
+
 def test_bytes_sent_are_whole_for_padded_parameters() -> None:
     assert estimate.bytes_sent(3, 1200, 4, 2) == 3 * 1200 * 2 * 3 // 4
     assert estimate.bytes_sent(3, 1200, 1, 2) == 0
@@ -119,6 +178,10 @@ def test_bytes_sent_are_whole_for_padded_parameters() -> None:
         (lambda: estimate.paper_state_bytes(-1, 10, 2), "choose 0"),
         (lambda: estimate.traffic(3, backwards=0), "at least one backward"),
         (lambda: estimate.elements_sent(3, 0), "at least 1"),
+        (lambda: estimate.elements_sent("auto", 2), "choose 0"),
+        (lambda: estimate.elements_sent("hbz", 2), "hpz"),
+        (lambda: estimate.elements_sent("world/node/node", 2), "cut further"),
+        (lambda: estimate.elements_in_hops(3, 5, node_size=2), "equal nodes"),
     ],
 )
 def test_bad_values_give_advice(call: object, advice: str) -> None:

@@ -20,6 +20,7 @@ from onecopy.core.stages import STAGES as TABLE
 from onecopy.errors import ConfigError
 from onecopy.memory.device import available_bytes
 from onecopy.planner import estimate
+from onecopy.planner.cluster import Cluster
 from onecopy.planner.memory import KINDS, Memory
 from onecopy.planner.optimizers import USUAL_STATES
 from onecopy.planner.real_units import RealModels, possible_stages
@@ -91,6 +92,7 @@ class Choice:
 def choose_stage(
     config: Config,
     world: Group,
+    nodes: Sequence[Sequence[int]],
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
 ) -> tuple[Config, Choice | None]:
@@ -99,6 +101,7 @@ def choose_stage(
     All ranks call it together, with equal settings. The smallest of their devices decides.
 
     Args:
+        nodes: the ranks of each.
         models: the units of each model that will train at once.
         optimizer_of: what updates a parameter, if that is known yet.
 
@@ -115,9 +118,10 @@ def choose_stage(
             "host's memory is shared by its ranks, and how much of it is free changes, so it is "
             "no ground for a choice"
         )
-    room = room_of(config, world, models, optimizer_of, possible_stages(config))
+    room = room_of(config, world, nodes, models, optimizer_of, possible_stages(config))
     real = RealModels(models, optimizer_of, config)
-    decide = partial(_choose, real=real, world_size=world.size, config=config)
+    cluster = Cluster.of_nodes([len(one) for one in nodes])
+    decide = partial(_choose, real=real, cluster=cluster, config=config)
     choice = first_decides(world, (capacity, room), decide)
     if choice.stage is None:
         raise ConfigError(_refusal(choice, world.size, config))
@@ -129,11 +133,11 @@ def _choose(
     seen: Sequence[tuple[int, Room | None]],
     *,
     real: RealModels,
-    world_size: int,
+    cluster: Cluster,
     config: Config,
 ) -> Choice:
     rooms = [room for _, room in seen if room is not None]
-    memory = {stage: real.memory(stage, world_size) for stage in possible_stages(config)}
+    memory = {stage: real.memory(stage, cluster) for stage in possible_stages(config)}
     problems = {stage: shortage(rooms, stage, config) if rooms else None for stage in memory}
     choice = Choice(
         stage=None,
@@ -144,16 +148,16 @@ def _choose(
     )
 
     def order(stage: int) -> tuple[object, ...]:
-        messages = estimate.elements_sent(stage, world_size)
-        return preference(stage, world_size, messages, memory[stage].total)
+        messages = estimate.elements_sent(stage, cluster.devices)
+        return preference(stage, cluster.devices, messages, memory[stage].total)
 
     fitting = [stage for stage in memory if memory[stage].total <= choice.room]
     fitting = [stage for stage in fitting if stage not in choice.outside]
     if fitting:
         return replace(choice, stage=min(fitting, key=order))
     least = min(memory, key=lambda stage: memory[stage].total)
-    more = (world_size << doubling for doubling in range(1, 9))
-    enough = (n for n in more if real.memory(least, n).total <= choice.room)
+    more = (cluster.of_size(cluster.devices << doubling) for doubling in range(1, 9))
+    enough = (one.devices for one in more if real.memory(least, one).total <= choice.room)
     return replace(choice, enough=next(enough, None))
 
 

@@ -1,4 +1,4 @@
-"""Bytes of one rank at the peak of a step, and what it sends, from the runtime's own layout.
+"""Bytes of one rank at the peak of a step, and what moves between tiers, from the runtime's layout.
 
 Model states are those that the rank holds after a backward; beside them a step has the units that
 are gathered, the buffers in which gradients come and go, and the activations. Each is the most that
@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from onecopy.core.stages import STAGES
+from onecopy.core.stages import Stage
 from onecopy.planner import estimate
 from onecopy.planner.activations import Activations
-from onecopy.planner.estimate import DiskTraffic, ElementWidths
+from onecopy.planner.cluster import Cluster
+from onecopy.planner.estimate import AnyStage, DiskTraffic, ElementWidths
 from onecopy.planner.shapes import ModelShape
-from onecopy.planner.sized import NOTHING, Placed, SizedUnit, added, sized
+from onecopy.planner.sized import NOTHING, Placed, SizedUnit, added, row_for, sized
 from onecopy.planner.staging import staged_bytes
 from onecopy.report.states import StateBytes
 
 __all__ = [
     "KINDS",
-    "Cluster",
     "Memory",
-    "Sent",
     "Step",
     "memory_of",
     "moved_by",
-    "sent_by",
     "swapped_by",
 ]
 
@@ -44,14 +42,6 @@ KINDS = {
     "buffers": "gradients on their way",
     "activations": "activations",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """How many ranks there are, and how many of them share a node."""
-
-    devices: int
-    devices_per_node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +119,9 @@ class Memory:
         return {kind: getattr(self, kind) for kind in KINDS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """Bytes that one rank sends per step, to ranks of its node and to others."""
-
-    inside: int
-    across: int
-
-    @property
-    def total(self) -> int:
-        return self.inside + self.across
-
-
 def memory_of(
     model: ModelShape,
-    stage: int,
+    stage: AnyStage,
     cluster: Cluster,
     widths: ElementWidths,
     step: Step = Step(),
@@ -155,34 +133,32 @@ def memory_of(
         widths: of units that do not say their own.
         rank: None means the fullest one.
     """
-    devices = cluster.devices
-    units = list(sized(model, stage, devices, widths))
-    states = [(one.unit.count, one.states(stage, devices)) for one in units]
-    states += _uneven(units, stage, devices, rank)
+    cut = row_for(stage, cluster)
+    units = list(sized(model, cut, cluster, widths))
+    states = [(one.unit.count, one.states(rank)) for one in units]
+    states += _uneven(units, cut, cluster, rank)
     on_device = added((count, one.device) for count, one in states)
     most = {
         "parameters": on_device.parameters,
         "gradients": on_device.gradients,
         "optimizer": on_device.optimizer,
-        "gathered": _gathered(units, step.prefetch_bytes) if STAGES[stage].releases else 0,
-        "buffers": _buffers(units, stage, devices, step.backwards),
+        "gathered": _gathered(units, step.prefetch_bytes) if cut.releases else 0,
+        "buffers": _buffers(units, cut, cluster.devices, step.backwards),
     }
     activations = step.activations
     own = {"activations": 0 if activations is None else activations.most}
-    moments = [{**most, **own, **moment} for moment in _moments(units, stage, devices, step)]
+    moments = [{**most, **own, **moment} for moment in _moments(units, step)]
     return Memory(
         **most,
         activations=None if activations is None else activations.most,
         at_peak=max(moments, key=lambda moment: sum(moment.values())),
         host=added((count, one.host) for count, one in states),
         nvme=added((count, one.nvme) for count, one in states),
-        staged=staged_bytes(units, stage, devices),
+        staged=staged_bytes(units),
     )
 
 
-def _moments(
-    units: list[SizedUnit], stage: int, devices: int, step: Step
-) -> Iterator[dict[str, int]]:
+def _moments(units: list[SizedUnit], step: Step) -> Iterator[dict[str, int]]:
     """What differs from the most at the moments of a backward of which one is the peak.
 
     At the loss, activations are at their most, and no gradient has come: those of the step before
@@ -198,8 +174,8 @@ def _moments(
         yield {}
         return
     (_, kept), last = found.stacks[0], found.inside + found.outside
-    coming = {id(one): one.unit.count * one.mean_kept(stage, devices) for one in units}
-    before = sum(one.unit.count * one.gradients_kept(stage) for one in units)
+    coming = {id(one): one.unit.count * one.mean_kept for one in units}
+    before = sum(one.unit.count * one.gradients_kept for one in units)
     yield {"gradients": before, "buffers": 0, "activations": found.kept + found.loss}
     yield {"gradients": before, "activations": found.kept + found.head}
     here = before + sum(coming[id(one)] for one in units if one.unit.count == 1)
@@ -211,16 +187,16 @@ def _moments(
 
 
 def _uneven(
-    units: list[SizedUnit], stage: int, devices: int, rank: int | None
+    units: list[SizedUnit], cut: Stage, cluster: Cluster, rank: int | None
 ) -> list[tuple[int, Placed]]:
     """What a rank, or the fullest one, has more than the mean, where parameters are not cut."""
     whole = [one for one in units if one.layout.is_whole]
-    if not whole or not STAGES[stage].shards_anything:
+    if not whole or not cut.shards_anything:
         return []
-    ranks = (
-        [(one.unit.count, one.owned(stage, number, devices)) for one in whole]
-        for number in (range(devices) if rank is None else (rank,))
-    )
+    numbers: Iterable[int] = range(cluster.num_owners(cut.optimizer))
+    if rank is not None:
+        numbers = (cluster.slice_of(rank, cut.optimizer),)
+    ranks = ([(one.unit.count, one.owned(number)) for one in whole] for number in numbers)
     return max(ranks, key=lambda parts: sum(count * own.total for count, own in parts))
 
 
@@ -264,14 +240,13 @@ def _neighbours(sizes: list[tuple[int, int]], num_units: int) -> int:
     return max(sum(in_order[start : start + num_units]) for start in starts)
 
 
-def _buffers(units: list[SizedUnit], stage: int, devices: int, backwards: int) -> int:
+def _buffers(units: list[SizedUnit], cut: Stage, devices: int, backwards: int) -> int:
     """Local gradients of the units in backward, what comes in of others, autograd's own.
 
     Where local gradients are kept anyway they count as gradients, not here. From the second
     backward on there are means already, to which new ones are added; and where the optimizer steps
     in backward, or on the host, means are here only.
     """
-    cut = STAGES[stage]
     inner = [(one.unit.count, one.gradients) for one in units if not one.lasts and one.gradients]
     around = sum(one.unit.count * one.gradients for one in units if one.lasts)
     inner_mean = max((one.mean for one in units if not one.lasts), default=0)
@@ -281,9 +256,12 @@ def _buffers(units: list[SizedUnit], stage: int, devices: int, backwards: int) -
     both: Callable[[int, int], int] = max if cut.cut_gradients else operator.add
     on_the_way = 1 if cut.cut_gradients else 2
     comes_back = not cut.shards_anything and devices > 1
-    coming = both(_neighbours(inner, on_the_way), around)
     local = _neighbours(inner, on_the_way + comes_back) + around
-    incoming = coming * (devices - 1) // devices
+    coming = [(one.unit.count, one.incoming) for one in units if not one.lasts and one.gradients]
+    incoming = both(
+        _neighbours(coming, on_the_way),
+        sum(one.unit.count * one.incoming for one in units if one.lasts),
+    )
     if comes_back:
         # The sums come back into a buffer of their own. Of two units; one is counted as the mean
         # that it becomes.
@@ -293,62 +271,35 @@ def _buffers(units: list[SizedUnit], stage: int, devices: int, backwards: int) -
     )
     again = both(inner_mean, around_mean) if backwards > 1 or keeps_none else 0
     # A mean leaves for the host in the dtype that it has on the wire, in a copy of its own.
-    leaving = max((one.gradients for one in units if one.offload), default=0)
-    leaving //= devices if cut.shards_anything else 1
+    leaving = max((one.gradients // one.num_owners for one in units if one.offload), default=0)
     autograd = max((one.gradient_of_autograd for one in units), default=0)
     return (0 if cut.keeps_gradient_buffer else local) + incoming + again + leaving + autograd
 
 
-def sent_by(
-    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, backwards: int
-) -> Sent:
-    """Bytes that a rank sends per step, every message counted from its sender to its receiver.
-
-    So it is on Gloo, and for 16-bit gradients on NCCL; NCCL's own collectives may pass messages on
-    from rank to rank, which sends as much in all and less of it across nodes.
-    """
-    devices, total = cluster.devices, 0
-    for one in sized(model, stage, devices, widths):
-        messages = estimate.traffic(stage, backwards)
-        refreshes = messages.refresh if one.unit.trainable else 0
-        flat = (messages.gather + refreshes) * one.layout.padded_numel * one.widths.compute
-        sums = messages.reduce * one.gradients
-        total += one.unit.count * (flat + sums) * (devices - 1) // devices
-    if devices == 1:
-        return Sent(inside=0, across=0)
-    inside = total * (cluster.devices_per_node - 1) // (devices - 1)
-    return Sent(inside=inside, across=total - inside)
-
-
 def moved_by(
-    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, backwards: int
+    model: ModelShape, stage: AnyStage, cluster: Cluster, widths: ElementWidths, backwards: int
 ) -> int:
     """Bytes that a rank moves between its device and host memory per step, at most."""
     total = 0
-    for one in sized(model, stage, cluster.devices, widths):
-        owners = cluster.devices if STAGES[stage].shards_anything else 1
-        own = one.stage(stage)
-        moved = estimate.bytes_moved(own, one.state_widths, one.offload, backwards)
-        total += one.unit.count * -(-one.layout.padded_numel // owners) * moved
+    for one in sized(model, stage, cluster, widths):
+        moved = estimate.bytes_moved(one.cut, one.state_widths, one.offload, backwards)
+        total += one.unit.count * -(-one.layout.padded_numel // one.num_owners) * moved
     return total
 
 
 def swapped_by(
-    model: ModelShape, stage: int, cluster: Cluster, widths: ElementWidths, backwards: int
+    model: ModelShape, stage: AnyStage, cluster: Cluster, widths: ElementWidths, backwards: int
 ) -> DiskTraffic:
     """Bytes that a rank reads from NVMe and writes to it per step, at most."""
     total = DiskTraffic(read=0, written=0)
-    for one in sized(model, stage, cluster.devices, widths):
+    for one in sized(model, stage, cluster, widths):
         if one.offload is None:
             continue
-        own, states = one.stage(stage), one.state_widths
-        owners = cluster.devices if STAGES[stage].shards_anything else 1
-        owned = -(-one.layout.padded_numel // owners)
-        each = estimate.gather_traffic(own, states, one.offload) * (2 * backwards * owned)
+        states, owned = one.state_widths, -(-one.layout.padded_numel // one.num_owners)
+        each = estimate.gather_traffic(one.cut, states, one.offload) * (2 * backwards * owned)
         if one.unit.trainable:
-            each += estimate.optimizer_traffic(own, states, one.offload) * owned
+            each += estimate.optimizer_traffic(one.cut, states, one.offload) * owned
             # With the flags that ride along.
-            wide = one.slice_numel(stage, cluster.devices)
-            each += estimate.gradient_traffic(states, one.offload, backwards) * wide
+            each += estimate.gradient_traffic(states, one.offload, backwards) * one.slice_numel
         total += each * one.unit.count
     return total

@@ -17,7 +17,7 @@ from onecopy.options import (
     speed_of,
     unknown_setting,
 )
-from onecopy.planner.memory import Cluster
+from onecopy.planner.cluster import Cluster
 
 __all__ = ["OPTIMIZERS", "CommandOptions", "PlanOptions"]
 

@@ -10,11 +10,13 @@ from onecopy.config import Config, Offload
 from onecopy.core.partition import assign_owners
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
-from onecopy.planner.memory import Cluster, Memory, Step, memory_of
+from onecopy.planner.cluster import Cluster
+from onecopy.planner.estimate import AnyStage
+from onecopy.planner.memory import Memory, Step, memory_of
 from onecopy.planner.modules import shapes_of, widths_of_dtypes
 from onecopy.planner.optimizers import num_states
 from onecopy.planner.shapes import ModelShape
-from onecopy.planner.sized import sized
+from onecopy.planner.sized import row_for, sized
 from onecopy.planner.staging import file_bytes
 
 if TYPE_CHECKING:
@@ -54,30 +56,27 @@ class RealModels:
         self._widths = [[one for one, _ in model] for model in rules]
         self.all_known = all(is_known for model in rules for _, is_known in model)
 
-    def memory(self, stage: int, world_size: int, rank: int | None = None) -> Memory:
+    def memory(self, stage: AnyStage, cluster: Cluster, rank: int | None = None) -> Memory:
         """Of a rank that trains all of the models; None means the fullest.
 
         Each kind is at its most in all of them at once.
         """
-        cluster = Cluster(devices=world_size, devices_per_node=world_size)
         step = Step(prefetch_bytes=self._config.prefetch_bytes)
         parts = [
             memory_of(shape, stage, cluster, estimate.FP32, step, rank)
-            for shape in self._shapes(stage, world_size)
+            for shape in self._shapes(stage, cluster)
         ]
         return sum(parts[1:], start=parts[0])
 
-    def file_bytes(self, stage: int, world_size: int, rank: int) -> int:
+    def file_bytes(self, stage: AnyStage, cluster: Cluster, rank: int) -> int:
         """Bytes that a rank reserves on NVMe."""
         return sum(
-            file_bytes(
-                list(sized(shape, stage, world_size, estimate.FP32)), stage, rank, world_size
-            )
-            for shape in self._shapes(stage, world_size)
+            file_bytes(list(sized(shape, stage, cluster, estimate.FP32)), rank)
+            for shape in self._shapes(stage, cluster)
         )
 
-    def _shapes(self, stage: int, world_size: int) -> list[ModelShape]:
-        num_slices = world_size if STAGES[stage].shards_anything else 1
+    def _shapes(self, stage: AnyStage, cluster: Cluster) -> list[ModelShape]:
+        num_slices = cluster.num_owners(row_for(stage, cluster).optimizer)
         offload = self._config.offload
         assert not isinstance(offload, str), "a configuration makes it a record"
         return [

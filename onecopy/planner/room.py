@@ -17,6 +17,7 @@ from onecopy.comm.processes import own_process
 from onecopy.config import Config, Offload
 from onecopy.errors import ConfigError
 from onecopy.memory.host import free_host_memory, free_space
+from onecopy.planner.cluster import Cluster
 from onecopy.planner.real_units import RealModels
 from onecopy.report.amounts import amount, unit_for
 
@@ -42,12 +43,13 @@ class Room:
     host: int | None
     given_up: int
     drive: tuple[int, int] | None
-    needs: Mapping[int, tuple[int, int]]
+    needs: Mapping[int | str, tuple[int, int]]
 
 
 def check_room(
     config: Config,
     world: Group,
+    nodes: Sequence[Sequence[int]],
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
 ) -> None:
@@ -56,6 +58,7 @@ def check_room(
     Of optimizers whose states are not known, none are counted.
 
     Args:
+        nodes: the ranks of each.
         models: the units of each model that will train at once.
         optimizer_of: what updates a parameter, if that is known yet.
 
@@ -63,9 +66,7 @@ def check_room(
         ConfigError: names the tier, the need, what is there, and remedies.
     """
     stage = config.chosen_stage
-    if not isinstance(stage, int):
-        return
-    room = room_of(config, world, models, optimizer_of, (stage,))
+    room = room_of(config, world, nodes, models, optimizer_of, (stage,))
     if room is None:
         return
     problem = first_decides(world, room, lambda rooms: shortage(rooms, stage, config))
@@ -76,9 +77,10 @@ def check_room(
 def room_of(
     config: Config,
     world: Group,
+    nodes: Sequence[Sequence[int]],
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
-    stages: Iterable[int],
+    stages: Iterable[int | str],
 ) -> Room | None:
     """Of this rank; None where nothing leaves the device, or the other ranks are not there."""
     offload = config.offload
@@ -88,11 +90,13 @@ def room_of(
     parameters = [one for specs in models for spec in specs for _, one in spec.parameters]
     is_cpu = models[0][0].device.type == "cpu"
     needs = {}
+    cluster = Cluster.of_nodes([len(one) for one in nodes])
+    rank = [one for node in nodes for one in node].index(world.ranks[world.rank])
     for stage in stages:
-        memory = real.memory(stage, world.size, world.rank)
+        memory = real.memory(stage, cluster, rank)
         # Without an accelerator the device's part is host memory, too.
         host = memory.on_host + (memory.states if is_cpu else 0)
-        needs[stage] = host, real.file_bytes(stage, world.size, world.rank)
+        needs[stage] = host, real.file_bytes(stage, cluster, rank)
     # The boot, and the namespace of the container; one machine has one name where neither is known.
     node = " ".join(own_process().split()[:2]) or platform.node()
     return Room(
@@ -106,7 +110,7 @@ def room_of(
     )
 
 
-def shortage(rooms: Sequence[Room], stage: int, config: Config) -> str | None:
+def shortage(rooms: Sequence[Room], stage: int | str, config: Config) -> str | None:
     """What is too small for all ranks of a node together, the first that is found."""
     offload = config.offload
     assert isinstance(offload, Offload), "asked only with offload"

@@ -14,17 +14,10 @@ from onecopy.config import Offload, Precision
 from onecopy.planner import estimate, papers
 from onecopy.planner.activations import Batch, activations_of
 from onecopy.planner.estimate import DiskTraffic
-from onecopy.planner.memory import (
-    Memory,
-    Sent,
-    Step,
-    memory_of,
-    moved_by,
-    sent_by,
-    swapped_by,
-)
+from onecopy.planner.memory import Memory, Step, memory_of, moved_by, swapped_by
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
+from onecopy.planner.traffic import Sent, sent_by
 
 __all__ = [
     "ALL_HOST",

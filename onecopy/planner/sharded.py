@@ -6,11 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from onecopy.core.stages import STAGES
+from onecopy.core.stages import Stage
+from onecopy.events import SENT
 from onecopy.planner import estimate
-from onecopy.planner.memory import Cluster, memory_of
+from onecopy.planner.cluster import Cluster
+from onecopy.planner.memory import memory_of
 from onecopy.planner.modules import shape_of, widths_of_dtypes
 from onecopy.planner.shapes import ModelShape, UnitShape
+from onecopy.planner.sized import SizedUnit
+from onecopy.planner.traffic import counts_of, messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -18,67 +22,81 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
-__all__ = ["ModelTraffic", "UnitTraffic", "memory_at_peak", "model_traffic"]
+__all__ = ["ModelTraffic", "memory_at_peak", "model_traffic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitTraffic:
-    """Bytes that this rank sends for a unit.
-
-    gather: in each forward and in each backward. reduce: in each backward that reduces. refresh:
-    after each step of the optimizer that has the unit.
-    """
-
-    gather: int
-    reduce: int
-    refresh: int
-
-
-def traffic_of(engine: Engine, unit: Unit) -> UnitTraffic:
-    """What this rank sends for a unit, by the table of stages (docs/papers.md).
-
-    With P elements on N ranks, each message is (N-1)/N of P; where parameters are not cut, a rank
-    sends its slice to all others, and of its gradients all that is not in it.
-    """
-    groups, layout, dtypes = engine.collectives.groups, unit.layout, unit.dtypes
-    size, shard = groups.world.size, groups.shard
-    values = estimate.bytes_sent(1, layout.padded_numel, size, dtypes.compute.itemsize)
-    sums = estimate.bytes_sent(1, layout.gradient_numel, size, dtypes.reduce.itemsize)
-    if layout.is_whole and shard.size > 1:
-        values = layout.slice_numels[shard.rank] * (size - 1) * dtypes.compute.itemsize
-        others = layout.gradient_numel - layout.strides[shard.rank]
-        sums = others * dtypes.reduce.itemsize
-    is_cut = engine.stage.shards_anything
-    return UnitTraffic(
-        gather=values if unit.releases else 0,
-        reduce=sums * (1 if is_cut else 2) if unit.gradients is not None else 0,
-        refresh=values if is_cut and not unit.releases else 0,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class ModelTraffic:
-    """Bytes that this rank sends for a model: `UnitTraffic` of all its units.
+    """Bytes that this rank sends for a model: of all its units, as its stage cuts them.
 
-    refresh: by the number of the optimizer, of the units that it has.
+    gather: in each forward and in each backward. reduce: in each backward that reduces. refresh: by
+    the number of the optimizer, of the units that it has, after each of its steps.
+    gather_once, reduce_once: of gathers and reduces what crosses nodes once a step, however many
+    backwards it has.
     """
 
     gather: int
     reduce: int
     refresh: Mapping[int, int]
+    gather_once: int = 0
+    reduce_once: int = 0
 
 
 def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) -> ModelTraffic:
-    """Of a model, and of optimizers with these units, of which some may be other models'."""
-    traffic = {unit: traffic_of(engine, unit) for unit in engine.units}
+    """Of a model, and of optimizers with these units, of which some may be other models'.
+
+    By the table of stages (docs/papers.md), from how bytes grow with the backwards of a step.
+    """
+    cluster, rank = _cluster_of(engine)
+    modules = {id(unit.module) for unit in engine.units}
+    sent = {
+        unit: [_bytes_sent(_sized(engine, unit, modules, cluster), rank, k) for k in (1, 2)]
+        for unit in engine.units
+    }
+    one, two = (
+        {kind: sum(by_kind[place][kind] for by_kind in sent.values()) for kind in SENT}
+        for place in (0, 1)
+    )
     return ModelTraffic(
-        gather=sum(one.gather for one in traffic.values()),
-        reduce=sum(one.reduce for one in traffic.values()),
+        # Each backward has a forward.
+        gather=(two["gather"] - one["gather"]) // 2,
+        gather_once=2 * one["gather"] - two["gather"],
+        reduce=two["reduce"] - one["reduce"],
+        reduce_once=2 * one["reduce"] - two["reduce"],
         refresh={
-            number: sum(traffic[unit].refresh for unit in units if unit in traffic)
+            number: sum(sent[unit][0]["refresh"] for unit in units if unit in sent)
             for number, units in optimizers.items()
         },
     )
+
+
+def _bytes_sent(one: SizedUnit, rank: int, backwards: int) -> dict[str, int]:
+    """In a step, by the kind of event."""
+    messages = messages_of(one, rank)
+    inside, across = (counts.by_kind() for counts in counts_of(one, backwards))
+    sizes = {"gather": messages.values, "reduce": messages.sums, "refresh": messages.values}
+    return {kind: sizes[kind].times(inside[kind], across[kind]).total for kind in SENT}
+
+
+def _cluster_of(engine: Engine) -> tuple[Cluster, int]:
+    """The nodes, and the place of this rank in them."""
+    groups = engine.collectives.groups
+    nodes = groups.node_ranks or (groups.world.ranks,)
+    order = [rank for node in nodes for rank in node]
+    me = groups.world.ranks[groups.world.rank]
+    return Cluster.of_nodes([len(node) for node in nodes]), order.index(me)
+
+
+def _sized(engine: Engine, unit: Unit, modules: set[int], cluster: Cluster) -> SizedUnit:
+    """A unit as the planner sees it, laid out as it is."""
+    shape = replace(shape_of(unit, unit.parameters, modules), trainable=unit.gradients is not None)
+    cut = _cut_of(engine, unit)
+    return SizedUnit(shape, unit.layout, widths_of_dtypes(unit.dtypes, 0), cut, cluster)
+
+
+def _cut_of(engine: Engine, unit: Unit) -> Stage:
+    """Units that stay at stage 3 are what all units are at a lower stage."""
+    return engine.stage if unit.releases else engine.stage.with_whole_parameters
 
 
 def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[str, int]:
@@ -90,32 +108,28 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
         states: tensors of a parameter's size that the optimizer of each unit keeps, if it has one.
             Where it is not known for some unit, the kind "optimizer" is missing.
     """
-    size = engine.collectives.groups.world.size
-    cluster = Cluster(devices=size, devices_per_node=size)
+    cluster, _ = _cluster_of(engine)
     offload = engine.config.offload
     assert not isinstance(offload, str), "a configuration makes it a record"
-    by_stage: dict[int, list[UnitShape]] = {}
-    last: dict[int, Unit] = {}
+    by_stage: dict[Stage, list[UnitShape]] = {}
+    last: dict[Stage, Unit] = {}
     modules = {id(unit.module) for unit in engine.units}
-    numbers = {cut: number for number, cut in STAGES.items()}
     for unit in engine.units:
-        # Units that stay at stage 3 are what all units are at a lower stage.
-        cut = engine.stage if unit.releases else engine.stage.with_whole_parameters
-        number = numbers[cut]
+        cut = _cut_of(engine, unit)
         shape = replace(
             shape_of(unit, unit.parameters, modules),
             trainable=unit.gradients is not None,
             owners=unit.layout.owners,
             widths=widths_of_dtypes(unit.dtypes, states.get(unit) or 0),
             offload=offload if unit.slice.lane is not None else None,
-            joins=number in last and last[number].module is unit.module,
+            joins=cut in last and last[cut].module is unit.module,
         )
-        by_stage.setdefault(number, []).append(shape)
-        last[number] = unit
+        by_stage.setdefault(cut, []).append(shape)
+        last[cut] = unit
     total: Counter[str] = Counter()
-    for number, shapes in by_stage.items():
+    for cut, shapes in by_stage.items():
         model = ModelShape(name="", units=tuple(shapes))
-        memory = memory_of(model, number, cluster, estimate.FP32)
+        memory = memory_of(model, cut, cluster, estimate.FP32)
         for kind, num_bytes in memory.by_kind().items():
             total[kind] += num_bytes or 0
         for kind in ("parameters", "gradients", "optimizer"):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from onecopy.config import Offload
 from onecopy.core.layout import ALIGNMENT_BYTES, Layout
-from onecopy.core.stages import STAGES
+from onecopy.core.stages import Stage
 from onecopy.planner import estimate
-from onecopy.planner.estimate import ElementWidths
+from onecopy.planner.cluster import Cluster
+from onecopy.planner.estimate import AnyStage, ElementWidths
 from onecopy.planner.shapes import ModelShape, UnitShape
 from onecopy.report.states import StateBytes
 
-__all__ = ["Placed", "SizedUnit", "added", "sized"]
+__all__ = ["Placed", "SizedUnit", "added", "row_for", "sized"]
 
 NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
 
@@ -35,11 +36,16 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class SizedUnit:
-    """A kind of unit, laid out for a number of ranks."""
+    """A kind of unit, laid out for ranks in nodes.
+
+    cut: the row of the table for it: parameters that stay are not cut.
+    """
 
     unit: UnitShape
     layout: Layout
     widths: ElementWidths
+    cut: Stage
+    cluster: Cluster
 
     @property
     def values(self) -> int:
@@ -50,6 +56,27 @@ class SizedUnit:
     def gradients(self) -> int:
         """Bytes of the whole unit's gradients, as they are sent."""
         return self.layout.gradient_numel * self.widths.wire if self.unit.trainable else 0
+
+    @property
+    def incoming(self) -> int:
+        """Bytes that its reduce takes at most beside what is sent and the mean that comes of it.
+
+        Parts of others to be summed, and, where they go in two hops, the sums between these.
+        """
+        cluster, devices = self.cluster, self.cluster.devices
+        if not self.unit.trainable:
+            return 0
+        if cluster.num_nodes == 1 or not self.cut.shards_anything:
+            return self.gradients * (devices - 1) // devices
+        wire, width, others = self.widths.wire, max(4, self.widths.master), cluster.num_nodes - 1
+        part, own = self.part_of(self.layout.strides), max(self.layout.strides)
+        summed, sent = part * width, 0 if wire == width else part * wire
+        inside = part * (cluster.devices_per_node - 1) * wire + (summed if sent else 0)
+        if self.cut.optimizer == "world":
+            return max(inside, summed + sent + own * others * wire)
+        # The replicas sum equal parts of it, and collect them in a buffer of their own.
+        chunk = own // cluster.num_nodes
+        return max(inside, summed + sent + chunk * others * wire, 2 * own * wire + chunk * width)
 
     @property
     def mean(self) -> int:
@@ -79,13 +106,6 @@ class SizedUnit:
         compute = self.widths.compute
         return ElementWidths(compute=compute, master=compute, gradient=0, optimizer=0, reduce=0)
 
-    def stage(self, of_model: int) -> int:
-        """The stage of this unit: parameters that stay are not cut."""
-        if not self.unit.stays:
-            return of_model
-        own = STAGES[of_model].with_whole_parameters
-        return next(number for number, cut in STAGES.items() if cut == own)
-
     @property
     def offload(self) -> Offload | None:
         """What is frozen has nothing to step: it may only be offloaded as a parameter."""
@@ -94,45 +114,60 @@ class SizedUnit:
             return None
         return offload if self.unit.trainable or offload.parameters != "device" else None
 
-    def owned(self, stage: int, rank: int, devices: int) -> Placed:
-        """What a rank owns of a unit with whole parameters more than the mean over ranks."""
-        mean = -(-self.layout.padded_numel // devices)
-        more = self.layout.slice_numels[rank] - mean
-        own, widths, offload = self.stage(stage), self.state_widths, self.offload
-        all_ = estimate.owned_bytes(own, more, widths, offload)
+    def owned(self, number: int) -> Placed:
+        """What the owner of a slice owns of whole parameters more than the mean over slices."""
+        cut, widths, offload = self.cut, self.state_widths, self.offload
+        more = self.layout.slice_numels[number] - self._share_of(self.layout.padded_numel)
+        all_ = estimate.owned_bytes(cut, more, widths, offload)
         host, nvme = (
-            estimate.tier_bytes(tier, own, more, widths, offload) for tier in ("host", "nvme")
+            estimate.tier_bytes(tier, cut, more, widths, offload) for tier in ("host", "nvme")
         )
         return Placed(device=_less(all_, host, nvme), host=host, nvme=nvme)
 
-    def gradients_kept(self, stage: int) -> int:
+    @property
+    def gradients_kept(self) -> int:
         """Bytes of local gradients that stay between steps."""
-        keeps = STAGES[self.stage(stage)].keeps_gradient_buffer
-        return self.layout.gradient_numel * self.state_widths.wire if keeps else 0
+        return self._kept(0).gradients
 
-    def mean_kept(self, stage: int, devices: int) -> int:
+    @property
+    def mean_kept(self) -> int:
         """Bytes of the mean gradient that a device has of it after a backward."""
-        return self.states(stage, devices).device.gradients - self.gradients_kept(stage)
+        return self.states().device.gradients - self.gradients_kept
 
-    def slice_numel(self, stage: int, devices: int) -> int:
+    @property
+    def slice_numel(self) -> int:
         """Elements of the unit that a rank owns, with its flags: as long as a mean gradient."""
-        owners = devices if STAGES[self.stage(stage)].shards_anything else 1
-        return -(-self.layout.gradient_numel // owners)
+        return self._share_of(self.layout.gradient_numel)
 
-    def states(self, stage: int, devices: int) -> Placed:
-        """Of one such unit."""
-        widths, stage, offload = self.state_widths, self.stage(stage), self.offload
-        owners = devices if STAGES[stage].shards_anything else 1
+    @property
+    def num_owners(self) -> int:
+        """Over how many ranks its masters are shared out."""
+        return self.cluster.num_owners(self.cut.optimizer)
+
+    def part_of(self, slices: Sequence[int], rank: int | None = None) -> int:
+        """How many elements a rank holds for its node; None means the most.
+
+        Args:
+            slices: elements of each slice of the buffer.
+        """
+        if self.cut.optimizer != "world":
+            return self._share_of(sum(slices))
+        ranks = range(self.cluster.devices) if rank is None else (rank,)
+        handled = {self.cluster.handled(one) for one in ranks}
+        return max(sum(slices[one.start : one.stop]) for one in handled)
+
+    def states(self, rank: int | None = None) -> Placed:
+        """Of one such unit; None means the rank that has most."""
+        cut, widths, offload = self.cut, self.state_widths, self.offload
         # Gradient buffers are longer, by the flags that ride along.
-        flat, wide = self.layout.padded_numel, self.layout.gradient_numel
+        flat, wide = self._share_of(self.layout.padded_numel), self.slice_numel
         all_, with_flags = (
-            estimate.state_bytes(stage, numel, devices, widths, offload) for numel in (flat, wide)
+            estimate.owned_bytes(cut, numel, widths, offload) for numel in (flat, wide)
         )
 
         def placed(tier: str) -> StateBytes:
             states, longer = (
-                estimate.tier_bytes(tier, stage, -(-numel // owners), widths, offload)
-                for numel in (flat, wide)
+                estimate.tier_bytes(tier, cut, numel, widths, offload) for numel in (flat, wide)
             )
             return StateBytes(
                 parameters=states.parameters,
@@ -142,7 +177,17 @@ class SizedUnit:
 
         host, nvme = placed("host"), placed("nvme")
         all_ = replace(all_, gradients=with_flags.gradients)
-        return Placed(device=_less(all_, host, nvme), host=host, nvme=nvme)
+        on_device = added([(1, _less(all_, host, nvme)), (1, self._kept(rank))])
+        return Placed(device=on_device, host=host, nvme=nvme)
+
+    def _kept(self, rank: int | None) -> StateBytes:
+        """What lies on a device beside the states that it owns."""
+        flat, wide = self.layout.padded_numel, self.layout.gradient_numel
+        in_part = self.part_of(self.layout.slice_numels, rank)
+        return estimate.kept_bytes(self.cut, flat, wide, in_part, self.state_widths)
+
+    def _share_of(self, numel: int) -> int:
+        return -(-numel // self.num_owners)
 
 
 def _less(states: StateBytes, *others: StateBytes) -> StateBytes:
@@ -165,16 +210,26 @@ def added(parts: Iterable[tuple[int, StateBytes]]) -> StateBytes:
 
 
 def sized(
-    model: ModelShape, stage: int, devices: int, widths: ElementWidths
+    model: ModelShape, stage: AnyStage, cluster: Cluster, widths: ElementWidths
 ) -> Iterator[SizedUnit]:
-    is_cut = STAGES[stage].shards_anything
+    """The units of a model at a stage, on ranks in nodes."""
+    cut = row_for(stage, cluster)
+    num_slices = cluster.num_owners(cut.optimizer)
+    groups = num_slices, cluster.devices // num_slices
     for unit in model.units:
         if not unit.count or not sum(unit.numels):
             continue
         own = unit.widths or widths
-        groups = (devices, 1) if is_cut else (1, devices)
         alignment = ALIGNMENT_BYTES // min(own.compute, own.master)
-        yield SizedUnit(unit, _layout(unit.numels, unit.owners, *groups, alignment), own)
+        layout = _layout(unit.numels, unit.owners, *groups, alignment)
+        own_cut = cut.with_whole_parameters if unit.stays else cut
+        yield SizedUnit(unit, layout, own, own_cut, cluster)
+
+
+def row_for(stage: AnyStage, cluster: Cluster) -> Stage:
+    """The row of the table that a stage names; one node has no other cuts than the world's."""
+    cut = estimate.row_of(stage)
+    return cut if cluster.num_nodes > 1 else cut.on_one_node
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from onecopy.core.stages import STAGES
 from onecopy.planner.estimate import values_beside_masters
 from onecopy.planner.sized import SizedUnit
 
@@ -20,7 +19,7 @@ READ_AHEAD = 3
 SUM = 4
 
 
-def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
+def staged_bytes(units: Sequence[SizedUnit]) -> int:
     """Bytes of a rank's buffers in host memory, at most; 0 where nothing is offloaded.
 
     Beside the chunks, the largest gradient that arrives, as it is on the wire and as a sum, or the
@@ -29,14 +28,14 @@ def staged_bytes(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
     """
     moved = [one for one in units if one.offload is not None]
     arriving = [
-        one.slice_numel(stage, devices) * (one.widths.wire + SUM + _written(one))
+        one.slice_numel * (one.widths.wire + SUM + _written(one))
         for one in moved
         if one.unit.trainable and not _comes_in_chunks(one)
     ]
-    leaving = [one.slice_numel(stage, devices) * one.widths.compute for one in moved]
+    leaving = [one.slice_numel * one.widths.compute for one in moved]
     on_the_way = max([*arriving, *leaving], default=0)
-    buffers = on_the_way + _chunks(moved) + _read_ahead(moved, stage, devices)
-    return buffers + sum(_made_ahead(one, stage, devices) for one in moved)
+    buffers = on_the_way + _chunks(moved) + _read_ahead(moved)
+    return buffers + sum(_made_ahead(one) for one in moved)
 
 
 def _comes_in_chunks(one: SizedUnit) -> bool:
@@ -51,26 +50,26 @@ def _written(one: SizedUnit) -> int:
     return 2 * one.widths.gradient if is_written else 0
 
 
-def file_bytes(units: Sequence[SizedUnit], stage: int, rank: int, devices: int) -> int:
+def file_bytes(units: Sequence[SizedUnit], rank: int) -> int:
     """Bytes that a rank reserves on NVMe: of each unit and kind of state whole pages.
 
     Every kind is as long as a mean gradient, flags included.
     """
-    return sum(one.unit.count * _pages_of(one, stage, rank, devices) for one in units)
+    return sum(one.unit.count * _pages_of(one, rank) for one in units)
 
 
-def _pages_of(one: SizedUnit, stage: int, rank: int, devices: int) -> int:
+def _pages_of(one: SizedUnit, rank: int) -> int:
     offload, widths = one.offload, one.state_widths
     if offload is None or offload.optimizer != "nvme":
         return 0
-    numel = one.slice_numel(stage, devices)
-    if one.layout.is_whole and STAGES[one.stage(stage)].shards_anything:
-        numel = one.layout.strides[rank]
+    numel = one.slice_numel
+    if one.layout.is_whole and one.cut.shards_anything:
+        numel = one.layout.strides[one.cluster.slice_of(rank, one.cut.optimizer)]
     kinds = [widths.master] * (1 + widths.optimizer // widths.master)
     if offload.gradients == "nvme":
         kinds.append(widths.gradient)
     if offload.parameters == "nvme":
-        kinds.append(values_beside_masters(one.stage(stage), widths, offload))
+        kinds.append(values_beside_masters(one.cut, widths, offload))
     return sum(_whole_pages(numel * width) for width in kinds)
 
 
@@ -84,23 +83,23 @@ def _chunks(units: Sequence[SizedUnit]) -> int:
     return CHUNKS * (max(sizes) // CHUNKS // PAGE * PAGE) if sizes else 0
 
 
-def _made_ahead(one: SizedUnit, stage: int, devices: int) -> int:
+def _made_ahead(one: SizedUnit) -> int:
     """Where updates are made ahead of the step, what masters and states are exchanged with."""
     if one.offload is None or not one.offload.speculative_step or not one.unit.trainable:
         return 0
     widths = one.widths
-    numel = one.slice_numel(stage, devices)
+    numel = one.slice_numel
     return one.unit.count * numel * (widths.master + widths.optimizer)
 
 
-def _read_ahead(units: Sequence[SizedUnit], stage: int, devices: int) -> int:
+def _read_ahead(units: Sequence[SizedUnit]) -> int:
     """Buffers are used again by units of their own size alone."""
     counts: Counter[int] = Counter()
     for one in units:
         offload = one.offload
-        releases = STAGES[one.stage(stage)].releases
+        releases = one.cut.releases
         if offload is not None and offload.parameters == "nvme" and releases:
-            owned = one.layout.padded_numel // devices
+            owned = one.layout.padded_numel // one.num_owners
             counts[_whole_pages(owned * one.widths.compute)] += one.unit.count
     return sum(size * min(count, 1 + READ_AHEAD) for size, count in counts.items())
 

@@ -119,8 +119,8 @@ def _estimate(model: nn.Module, engine: Engine) -> dict[str, dict[str, int]]:
     return {
         "memory": memory_at_peak(engine, states),
         "sent": {
-            "gather": 2 * traffic.gather,
-            "reduce": traffic.reduce,
+            "gather": 2 * traffic.gather + traffic.gather_once,
+            "reduce": traffic.reduce + traffic.reduce_once,
             "refresh": traffic.refresh[0],
         },
     }

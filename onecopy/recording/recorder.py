@@ -201,7 +201,9 @@ class Recorder:
                 self._traffic[place] = found.engine, self._traffic_of(found)
             traffic = self._traffic[place][1]
             expected["gather"] += count.num_gathers * traffic.gather
+            expected["gather"] += traffic.gather_once if count.num_gathers else 0
             expected["reduce"] += count.num_reduces * traffic.reduce
+            expected["reduce"] += traffic.reduce_once if count.num_reduces else 0
             for number, num_steps in self._made.items():
                 expected["refresh"] += num_steps * traffic.refresh.get(number, 0)
         self._made.clear()

@@ -1,0 +1,123 @@
+"""Ranks in nodes: what the planner says they send and hold, against ranks that train."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onecopy
+import onecopy.events
+import onecopy.handle
+from onecopy.comm.groups import ImaginedWorld
+from onecopy.events import SENT, Event
+from onecopy.planner import estimate
+from onecopy.planner.cluster import Cluster
+from onecopy.planner.modules import units_of
+from onecopy.planner.options import PlanOptions
+from onecopy.planner.shapes import ModelShape
+from onecopy.planner.sharded import ModelTraffic, model_traffic
+from onecopy.planner.traffic import Sent, sent_by
+from onecopy.simulator.simulate import simulate
+from tests.pool import Pool
+
+STAGES = (0, 1, 2, 3, "hpz", "hfsdp", "mics", "whole/node/world", "whole/node/node")
+# Optimizer states over the world: nodes may differ in size.
+UNEVEN = (0, 1, 2, 3, "hpz", "hfsdp", "whole/node/world")
+
+
+class Blocks(nn.Module):
+    """Units of different sizes, of which one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 50)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(50, 70), nn.Tanh(), nn.Linear(70, 50)) for _ in range(3)
+        )
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            y = y + block(y)
+        return y
+
+
+def shape_of(precision: str) -> ModelShape:
+    return ModelShape(name="", units=units_of(Blocks(), PlanOptions(precision=precision)))
+
+
+@dataclass
+class Found:
+    """What one rank sent in a step, and how many of these bytes left its node."""
+
+    sent: Sent
+    by_kind: dict[str, int]
+    formula: ModelTraffic
+
+
+def of(events: list[Event]) -> Sent:
+    away = sum(one.across_bytes for one in events if one.kind in SENT)
+    return Sent(inside=sum(one.num_bytes for one in events if one.kind in SENT) - away, across=away)
+
+
+def trained(stage: int | str, node_size: int, precision: str, backwards: int, no_sync: bool) -> Found:
+    """The third of three steps: the second knows how many backwards a step has."""
+    model = Blocks()
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    onecopy.shard(model, optimizer, stage=stage, node_size=node_size, precision=precision)
+    events: list[Event] = []
+    for step in range(3):
+        if step == 2:
+            onecopy.events.add_sink(model, events.append)
+        for micro in range(backwards):
+            keeps = no_sync and micro < backwards - 1
+            with onecopy.no_sync(model) if keeps else nullcontext():
+                model(torch.randn(2, 16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    owner = onecopy.handle.of(model)
+    kinds: Counter[str] = Counter()
+    for one in events:
+        kinds[one.kind] += one.num_bytes if one.kind in SENT else 0
+    units = {0: [unit for unit in owner.engine.units if unit.gradients is not None]}
+    return Found(of(events), dict(+kinds), model_traffic(owner.engine, units))
+
+
+@pytest.mark.sampled(
+    "stage, ranks, precision, backwards, no_sync",
+    [
+        *itertools.product(STAGES, [(4, 2)], ("fp32", "bf16"), (1, 3), (False, True)),
+        *itertools.product(UNEVEN, [(3, 2), (4, 3)], ("fp32", "bf16"), (1, 3), (False,)),
+    ],
+    6,
+    always=[(stage, (4, 2), "bf16", 3, False) for stage in STAGES]
+    + [(stage, (3, 2), "bf16", 3, False) for stage in ("hpz", "hfsdp")],
+)
+def test_bytes_inside_and_across_are_those_of_the_planner(
+    pool: Pool,
+    stage: int | str,
+    ranks: tuple[int, int],
+    precision: str,
+    backwards: int,
+    no_sync: bool,
+) -> None:
+    cluster = Cluster(devices=ranks[0], devices_per_node=ranks[1])
+    shape, widths = shape_of(precision), estimate.widths_of(PlanOptions(precision=precision).policy, 2)
+    found = pool.run(ranks[0], trained, stage, ranks[1], precision, backwards, no_sync)
+    for rank, one in enumerate(found):
+        planned = sent_by(shape, stage, cluster, widths, backwards, no_sync=no_sync, rank=rank)
+        assert one.sent == planned, rank
+        expected, reduces = one.formula, 1 if no_sync else backwards
+        assert one.by_kind.get("gather", 0) == (
+            2 * backwards * expected.gather + expected.gather_once
+        )
+        assert one.by_kind["reduce"] == reduces * expected.reduce + expected.reduce_once
+        assert one.by_kind.get("refresh", 0) == expected.refresh[0]
