@@ -174,9 +174,9 @@ def shard(
             comm_groups.check_backend(world, specs[0].device)
             check_equal(world, one, config, [_described(spec) for spec in specs])
         nodes = find_nodes(world, mesh, config.node_size)
-        config, choice = choose_stage(config, world, nodes, units, optimizer_of)
+        config, choice = choose_stage(config, world, units, optimizer_of, nodes)
         if choice is None:
-            check_room(config, world, nodes, units, optimizer_of)
+            check_room(config, world, units, optimizer_of, nodes)
         else:
             announce(choice.reason, world)
         for one, specs in zip(models, units, strict=True):

@@ -92,18 +92,18 @@ class Choice:
 def choose_stage(
     config: Config,
     world: Group,
-    nodes: Sequence[Sequence[int]],
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
+    nodes: Sequence[Sequence[int]] = (),
 ) -> tuple[Config, Choice | None]:
     """`config` with a number for a stage, the same on all ranks, and how it was found.
 
     All ranks call it together, with equal settings. The smallest of their devices decides.
 
     Args:
-        nodes: the ranks of each.
         models: the units of each model that will train at once.
         optimizer_of: what updates a parameter, if that is known yet.
+        nodes: the ranks of each; none is one node.
 
     Raises:
         ConfigError: no stage fits, or the model lies on the CPU and `config.memory` does not say
@@ -118,9 +118,9 @@ def choose_stage(
             "host's memory is shared by its ranks, and how much of it is free changes, so it is "
             "no ground for a choice"
         )
-    room = room_of(config, world, nodes, models, optimizer_of, possible_stages(config))
+    room = room_of(config, world, models, optimizer_of, possible_stages(config), nodes)
     real = RealModels(models, optimizer_of, config)
-    cluster = Cluster.of_nodes([len(one) for one in nodes])
+    cluster = Cluster.of_nodes([len(one) for one in nodes or (world.ranks,)])
     decide = partial(_choose, real=real, cluster=cluster, config=config)
     choice = first_decides(world, (capacity, room), decide)
     if choice.stage is None:

@@ -49,24 +49,24 @@ class Room:
 def check_room(
     config: Config,
     world: Group,
-    nodes: Sequence[Sequence[int]],
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
+    nodes: Sequence[Sequence[int]] = (),
 ) -> None:
     """Refuse what would fill a node's host memory or its drive; all ranks call it together.
 
     Of optimizers whose states are not known, none are counted.
 
     Args:
-        nodes: the ranks of each.
         models: the units of each model that will train at once.
         optimizer_of: what updates a parameter, if that is known yet.
+        nodes: the ranks of each; none is one node.
 
     Raises:
         ConfigError: names the tier, the need, what is there, and remedies.
     """
     stage = config.chosen_stage
-    room = room_of(config, world, nodes, models, optimizer_of, (stage,))
+    room = room_of(config, world, models, optimizer_of, (stage,), nodes)
     if room is None:
         return
     problem = first_decides(world, room, lambda rooms: shortage(rooms, stage, config))
@@ -77,10 +77,10 @@ def check_room(
 def room_of(
     config: Config,
     world: Group,
-    nodes: Sequence[Sequence[int]],
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
     stages: Iterable[int | str],
+    nodes: Sequence[Sequence[int]] = (),
 ) -> Room | None:
     """Of this rank; None where nothing leaves the device, or the other ranks are not there."""
     offload = config.offload
@@ -90,6 +90,7 @@ def room_of(
     parameters = [one for specs in models for spec in specs for _, one in spec.parameters]
     is_cpu = models[0][0].device.type == "cpu"
     needs = {}
+    nodes = nodes or (world.ranks,)
     cluster = Cluster.of_nodes([len(one) for one in nodes])
     rank = [one for node in nodes for one in node].index(world.ranks[world.rank])
     for stage in stages:
