@@ -445,7 +445,7 @@ def row_of(stage: AnyStage) -> Stage:
     """The row of the table that a stage names; ConfigError where there is no such stage."""
     if isinstance(stage, Stage):
         return stage
-    if isinstance(stage, str) and stage != AUTO:
+    if isinstance(stage, str) and stage not in (AUTO,):
         return stage_of(str(Config(stage=stage).stage))
     if stage not in STAGES:
         raise ConfigError(
