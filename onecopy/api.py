@@ -179,6 +179,7 @@ def shard(
             check_room(config, world, units, optimizer_of, nodes)
         else:
             announce(choice.reason, world)
+        announce(_one_node_too_few(config, nodes), world)
         for one, specs in zip(models, units, strict=True):
             _shard_one(one, specs, Ranks(world, nodes, mesh, watchdog), config)
     elif len(sharded) < len(models) or not optimizers:
@@ -433,6 +434,18 @@ def _units_of(model: nn.Module, optimizer_of: OptimizerOf, config: Config) -> li
     check_master(config.precision_policy, [spec.dtypes.compute for spec in specs])
     check_step_in_backward(config, specs)
     return specs
+
+
+def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str | None:
+    """What to say where states are to be cut inside nodes, and all ranks are in one."""
+    stage = stage_of(config.chosen_stage)
+    if not stage.needs_nodes or len(nodes) > 1 or len(nodes[0]) == 1:
+        return None
+    return (
+        f"stage={config.chosen_stage!r} cuts states inside nodes, and all {len(nodes[0])} ranks "
+        f"are in one node: here it is {stage.on_one_node.name} ({stage.on_one_node.cuts}). Say "
+        "node_size=... if torchrun does not know of the nodes"
+    )
 
 
 def _shard_one(
