@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ import onecopy.handle
 from onecopy import Quantize
 from onecopy.comm.codec import decode, encode
 from onecopy.comm.coding import Coding
-from onecopy.errors import ConfigError
 from tests import naive_zero
 from tests.pool import Pool
 
@@ -123,7 +124,7 @@ def train_naive(
         for micro in range(backwards):
             loss = model(data(step, micro)).square().mean()
             losses.append(loss.item())
-            zero.backward(loss)
+            zero.backward(loss / backwards)
         zero.optimizer.step()
         zero.optimizer.zero_grad()
         for unit in zero.units:
@@ -136,34 +137,47 @@ def train_naive(
 
 
 def train(
-    backwards: int = 1, options: dict[str, Any] | None = None, **settings: Any
+    backwards: int = 1, options: frozenset[str] = frozenset(), **settings: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A user's loop; the masters at its end."""
-    options = options or {}
-    model = build(checkpointed=options.get("checkpointed", False))
-    optimizer = adamw(model.parameters())
-    onecopy.shard(model, optimizer, units=("blocks.*",), **settings)
-    losses = []
-    for step in range(STEPS):
-        for micro in range(backwards):
-            last = micro == backwards - 1
-            with onecopy.no_sync(model) if options.get("no_sync") and not last else _nothing():
-                loss = model(data(step, micro)).float().square().mean()
-                loss.backward()
-            losses.append(loss.item())
-        if options.get("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), options["clip"])
-        optimizer.step()
-        optimizer.zero_grad()
-        if options.get("look"):
-            look(model)
+    model, optimizer = start(options, settings)
+    losses = run(model, optimizer, range(STEPS), backwards, options)
     return losses, {name: one.clone() for name, one in model.state_dict().items()}
 
 
-def _nothing() -> Any:
-    from contextlib import nullcontext
+def start(
+    options: frozenset[str], settings: dict[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(checkpointed="checkpointed" in options)
+    if "frozen" in options:
+        model.blocks[0].requires_grad_(False)
+    optimizer = adamw([one for one in model.parameters() if one.requires_grad])
+    onecopy.shard(model, optimizer, units=("blocks.*",), **settings)
+    return model, optimizer
 
-    return nullcontext()
+
+def run(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    backwards: int,
+    options: frozenset[str],
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(backwards):
+            is_local = "no_sync" in options and micro < backwards - 1
+            with onecopy.no_sync(model) if is_local else nullcontext():
+                loss = model(data(step, micro)).float().square().mean()
+                (loss / backwards).backward()
+            losses.append(loss.item())
+        if "clipped" in options:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if "looked" in options:
+            look(model)
+    return losses
 
 
 def look(model: nn.Module) -> None:
@@ -244,3 +258,81 @@ def look_and_write(stage: int, precision: str | None) -> None:
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_masters_are_exact(pool: Pool, stage: int, precision: str | None) -> None:
     pool.run(2, look_and_write, stage, precision)
+
+
+# Together with everything else ------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    world: int
+    node_size: int | None
+    stage: int | str
+    settings: dict[str, Any]
+    options: frozenset[str]
+
+
+def resume(case: Case, folder: Path) -> tuple[list[float], list[float]]:
+    """Losses without and with quantization; a run that is resumed goes on to the last bit."""
+    quantize = Quantize(weights="int8", gradients=("int8", "int8"), block=BLOCK)
+    settings = {"stage": case.stage, "node_size": case.node_size, **case.settings}
+    backwards, options = 3 if "no_sync" in case.options else 1, case.options
+    if "on disk" in options:
+        settings["offload"] = f"nvme:{folder}"
+    plain, _ = train(backwards, options, **settings)
+    settings["quantize"] = quantize
+    model, optimizer = start(options, settings)
+    losses = run(model, optimizer, range(STEPS // 2), backwards, options)
+    onecopy.save(folder / "saved", model, optimizer)
+    losses += run(model, optimizer, range(STEPS // 2, STEPS), backwards, options)
+    again, its_optimizer = start(options, settings)
+    onecopy.load(folder / "saved", again, its_optimizer)
+    rest = run(again, its_optimizer, range(STEPS // 2, STEPS), backwards, options)
+    assert rest == losses[-len(rest) :]
+    masters = again.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, masters[name]), name
+    return plain, losses
+
+
+WORLDS = [(2, None), (3, 2), (4, 2)]
+STAGES = (0, 1, 2, 3, "hpz", "mics", "hfsdp", "whole/node/world")
+HOST = {"offload": onecopy.Offload(optimizer="host", gradients="host", parameters="host")}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": "fp16"},
+    {"precision": onecopy.Precision(compute="bf16", master="bf16+16")},
+    {"precision": "bf16", "offload": "cpu"},
+    HOST,
+    {"step_in_backward": True},
+]
+OPTIONS = [
+    frozenset[str](),
+    frozenset({"no_sync", "clipped"}),
+    frozenset({"checkpointed", "looked"}),
+    frozenset({"frozen", "looked"}),
+    frozenset({"on disk"}),
+]
+CASES = [
+    Case(world, node_size, stage, settings, options)
+    for (world, node_size), stage, settings, options in itertools.product(
+        WORLDS, STAGES, SETTINGS, OPTIONS
+    )
+    # Nodes of unequal size hold no equal slices, steps in backward have no accumulation, and what
+    # is not cut is not offloaded.
+    if not (stage == "mics" and world == 3)
+    and not (settings is HOST and stage in (0, 1, 2, "whole/node/world"))
+    and not ("step_in_backward" in settings and options & {"no_sync", "clipped"})
+    and not ("on disk" in options and ("offload" in settings or "step_in_backward" in settings))
+]
+ALWAYS = [
+    Case(4, 2, "hpz", SETTINGS[1], OPTIONS[1]),
+    Case(2, None, 2, SETTINGS[4], OPTIONS[2]),
+]
+
+
+@pytest.mark.sampled("case", CASES, 6, always=ALWAYS)
+def test_all_together(pool: Pool, tmp_path: Path, case: Case) -> None:
+    """It trains as without, to a few percent of the loss, and resumes to the last bit."""
+    for plain, losses in pool.run(case.world, resume, case, tmp_path):
+        assert losses == pytest.approx(plain, rel=0.05)

@@ -5,8 +5,8 @@ Tensor roles (s elements in this rank's slice):
     master  (s,) master dtype; the same memory as `own` where the flat buffer stays and the dtypes
             are equal; where it is split, `own` and a remainder hold its values until somebody wants
             them; where states are offloaded, in host memory, or on disk until somebody wants them
-    kept    (s,) compute dtype; where they are and the flat buffer is released, or has what codes make
-            of the values: the values on the device, or in host memory, which gathers send
+    kept    (s,) compute dtype; where they are and the flat buffer is released, or has what codes
+            make of the values: the values on the device, or in host memory, which gathers send
     pieces  views of master, one for each parameter that overlaps the slice: 1-D, or shaped like
             the parameter where the layout keeps parameters whole
 """
