@@ -413,6 +413,26 @@ def elements_in_hops(
 ) -> Elements:
     """The same, inside the rank's node and across nodes; one node where node_size is None.
 
+    Raises:
+        ConfigError: nodes are not equal: `memory.sent_by` counts rank by rank.
+    """
+    kinds = elements_by_kind(stage, world_size, backwards, no_sync, node_size=node_size).values()
+    return Elements(
+        inside=sum((one.inside for one in kinds), Fraction()),
+        across=sum((one.across for one in kinds), Fraction()),
+    )
+
+
+def elements_by_kind(
+    stage: AnyStage,
+    world_size: int,
+    backwards: int = 1,
+    no_sync: bool = False,
+    *,
+    node_size: int | None,
+) -> dict[str, Elements]:
+    """The same by the kind of event.
+
     A message is (X-1)/X inside and (Y-1)/N across, at stage 0 (X-1)/N and (N-X)/N: in one hop.
 
     Raises:
@@ -429,10 +449,12 @@ def elements_in_hops(
     if not cut.shards_anything:
         inside = Fraction(in_node - 1, world_size)
         across = Fraction(world_size - in_node, world_size)
-    return Elements(
-        inside=traffic(cut, backwards, no_sync).total * inside,
-        across=traffic_across(cut, backwards, no_sync).total * across,
-    )
+    hops = traffic(cut, backwards, no_sync).by_kind()
+    leaving = traffic_across(cut, backwards, no_sync).by_kind()
+    return {
+        kind: Elements(inside=times * inside, across=leaving[kind] * across)
+        for kind, times in hops.items()
+    }
 
 
 def bytes_sent(messages: int, num_parameters: int, world_size: int, bytes_per_element: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onecopy.config import AUTO, STAGES, Config
+from onecopy.config import AUTO, HYBRIDS, STAGES, Config
 from onecopy.errors import ConfigError
 from onecopy.options import check_choices, check_least, describe
 
@@ -22,8 +22,15 @@ class TrainOptions:
         default=3,
         metadata=describe(
             "what to cut over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, "
-            "3 parameters too; auto the stage that sends least of those that fit",
-            choices=(*STAGES, AUTO),
+            "3 parameters too; mics, hfsdp and hpz cut some inside nodes; auto the stage that "
+            "sends least of those that fit",
+            choices=(*STAGES, *HYBRIDS, AUTO),
+        ),
+    )
+    node_size: int | None = field(
+        default=None,
+        metadata=describe(
+            "how many processes are in one node; without it, what torchrun says", metavar="N"
         ),
     )
     memory: str | None = field(
@@ -133,7 +140,7 @@ class TrainOptions:
         check_least(self, _LEAST)
         check_choices(self)
         # Says what does not go together.
-        Config(stage=self.stage, memory=self.memory)
+        Config(stage=self.stage, memory=self.memory, node_size=self.node_size)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"--lr is {self.lr}: give a number above 0, such as 0.003.")
         if self.record is not None and self.record == self.checkpoint:
@@ -154,6 +161,7 @@ class TrainOptions:
 
 _LEAST: dict[str, float] = {
     "nproc": 1,
+    "node_size": 1,
     "trace": 0,
     # The first step creates the optimizer's states, so memory can be measured from the second on.
     "steps": 2,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 import onecopy
+from onecopy import handle
 from onecopy.comm.groups import join_launched
 from onecopy.launcher import in_launched_process, local_place, was_restarted
 from onecopy.planner import estimate
@@ -35,6 +37,9 @@ from onecopy.training.model import GPT, GPTConfig, generate
 from onecopy.training.observer import Observer
 from onecopy.training.options import TrainOptions
 
+if TYPE_CHECKING:
+    from onecopy.core.engine import Engine
+
 PROMPT = b"The "
 
 
@@ -42,7 +47,8 @@ PROMPT = b"The "
 class TrainResult:
     """What a run measured, equal on all ranks. Bits are per held-out byte, averaged over ranks."""
 
-    stage: int
+    stage: int | str
+    node_sizes: tuple[int, ...]  # how many ranks each node has
     held_out_bits: dict[int, float]  # by the number of steps done
     unigram_bits: float
     num_parameters: int  # of the model
@@ -52,6 +58,11 @@ class TrainResult:
     tokens_per_second: float  # of all ranks together; 0 if not measured
     seconds: float  # with those of the runs that this one goes on from
     sample: str
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks in each node; None where nodes differ, and formulas count rank by rank."""
+        return self.node_sizes[0] if len(set(self.node_sizes)) == 1 else None
 
     @property
     def final_bits(self) -> float:
@@ -107,11 +118,11 @@ def _train(
         optimizer,
         stage=options.stage,
         memory=options.memory,
+        node_size=options.node_size,
         precision=options.precision,
     )
-    stage = onecopy.config_of(model).chosen_stage
-    assert isinstance(stage, int), "options offer numbers"
-    options = replace(options, stage=stage, memory=None)
+    engine: Engine = handle.of(model).engine
+    options = replace(options, stage=engine.config.chosen_stage, memory=None)
 
     _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")
     quiet = options.quiet or shard.rank != 0
@@ -124,7 +135,8 @@ def _train(
         _train_steps(model, optimizer, batches, observer, resumes, log)
     observed = observer.finish()
     return TrainResult(
-        stage=stage,
+        stage=options.stage,
+        node_sizes=tuple(map(len, engine.collectives.groups.node_ranks)) or (shard.world_size,),
         held_out_bits=observed.held_out_bits,
         unigram_bits=data.unigram_bits(corpus),
         num_parameters=num_parameters,
@@ -285,9 +297,9 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
         },
         "Held-out loss",
     )
-    if result.memory is not None:
+    if result.memory is not None and result.node_size is not None:
         _show_memory(console, options, world_size, result, result.memory)
-    if world_size > 1 and result.bytes_per_step:
+    if world_size > 1 and result.bytes_per_step and result.node_size is not None:
         _show_bytes_sent(console, options, world_size, result)
     if result.sample:
         console.print(Text(f"A sample, {options.sample} bytes", style="bold"))
@@ -317,7 +329,9 @@ def _show_memory(
         console,
         tables.MemoryFigures(
             measured=measured,
-            formula=estimate.state_bytes(result.stage, padded, world_size, widths),
+            formula=estimate.state_bytes(
+                result.stage, padded, world_size, widths, node_size=result.node_size
+            ),
             data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
         ),
         f"Model states at stage {result.stage} on {plural(world_size, 'rank')}, after backward "
@@ -330,9 +344,10 @@ def _show_bytes_sent(
 ) -> None:
     # Gradients travel in the compute dtype, as parameters do.
     width = (estimate.FP32 if options.precision == "fp32" else estimate.BF16).compute
-    messages = estimate.traffic(result.stage, options.accumulate)
+    elements = estimate.elements_by_kind(
+        result.stage, world_size, options.accumulate, node_size=result.node_size
+    )
     formula = {
-        kind: estimate.bytes_sent(times, result.padded_numel, world_size, width)
-        for kind, times in messages.by_kind().items()
+        kind: int(times.total * result.padded_numel * width) for kind, times in elements.items()
     }
     tables.print_bytes_sent(console, result.bytes_per_step, formula, "Sent to other ranks")
