@@ -15,12 +15,13 @@ from torch import nn
 
 from onecopy import handle
 from onecopy.comm import groups as comm_groups
+from onecopy.comm import link_speed
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.nodes import find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
-from onecopy.config import Config, Offload, Quantize
+from onecopy.config import AUTO, Config, Offload, Quantize
 from onecopy.core import build
 from onecopy.core.backward import Backward
 from onecopy.core.conversion import convert_buffers
@@ -180,6 +181,7 @@ def shard(
         else:
             announce(choice.reason, world)
         announce(_one_node_too_few(config, nodes), world)
+        config = _choose_quantize(config, world, nodes, units[0][0])
         for one, specs in zip(models, units, strict=True):
             _shard_one(one, specs, Ranks(world, nodes, mesh, watchdog), config)
     elif len(sharded) < len(models) or not optimizers:
@@ -272,7 +274,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def config_of(model: nn.Module) -> Config:
-    """The settings with which a model is sharded; with stage="auto" the stage that was chosen.
+    """The settings with which a model is sharded; in the place of "auto" what was chosen.
 
     Raises:
         ShardingError: the model is not sharded.
@@ -446,6 +448,23 @@ def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str
         f"are in one node: here it is {stage.on_one_node.name} ({stage.on_one_node.cuts}). Say "
         "node_size=... if torchrun does not know of the nodes"
     )
+
+
+def _choose_quantize(
+    config: Config, world: Group, nodes: tuple[tuple[int, ...], ...], unit: UnitSpec
+) -> Config:
+    """`config` with a decision in the place of quantize="auto", the same on all ranks."""
+    if config.quantize != AUTO:
+        return config
+    decision = link_speed.decide(
+        make_groups(world, stage_of(config.chosen_stage).optimizer, nodes, in_hops=True),
+        unit.device,
+        values=unit.dtypes.compute,
+        gradients=unit.dtypes.reduce,
+        native=comm_groups.has_native_collectives(world, unit.device),
+    )
+    announce(decision.reason, world)
+    return Config.make(config, {"quantize": decision.quantize}, origin=decision.reason)
 
 
 def _shard_one(

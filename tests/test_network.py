@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from benchmarks.network import CannotMakeNodesError, Network, network
-from onecopy.planner.papers import Zeropp
+from onecopy.config import Quantize
+from onecopy.planner.papers import Quantized, Zeropp
 from tests.network_rank import NUM_PARAMETERS, train
 from tests.pool import RANK_ENVIRONMENT
 
@@ -49,6 +50,7 @@ class Way:
 
 
 HPZ = Zeropp(secondary=True)
+INT8, INT4 = Quantized(bits=8, block=2048), Quantized(bits=4, block=2048)
 WAYS = [
     Way(name="ZeRO-3", times=Zeropp().across_nodes(), settings={"stage": 3}),
     Way(
@@ -61,9 +63,24 @@ WAYS = [
     # One sum to a rank of each node, and its mean back to all, neither of them in hops.
     Way(name="ZeRO-0", times=4, settings={"stage": 0}),
     Way(name="hpZ, twice", times=HPZ.across_nodes(2), settings={"stage": "hpz"}, backwards=2),
-    # The sum and its mean, or the sum and the updated values.
-    Way(name="MiCS", times=2, settings={"stage": "mics"}),
-    Way(name="HFSDP", times=2, settings={"stage": "hfsdp"}),
+    # Once a step, however many backwards there are: the sum and its mean, or the sum and values.
+    Way(name="MiCS, twice", times=2, settings={"stage": "mics"}, backwards=2),
+    Way(name="HFSDP, twice", times=2, settings={"stage": "hfsdp"}, backwards=2),
+    Way(
+        name="qwZ",
+        times=Zeropp(weights=INT8).across_nodes(),
+        settings={"stage": 3, "precision": "bf16", "quantize": Quantize(gradients=None)},
+    ),
+    Way(
+        name="qgZ",
+        times=Zeropp(gradients=INT4).across_nodes(),
+        settings={"stage": 3, "precision": "bf16", "quantize": Quantize(weights=None)},
+    ),
+    Way(
+        name="ZeRO++",
+        times=Zeropp(weights=INT8, gradients=INT4, secondary=True).across_nodes(),
+        settings={"stage": "hpz", "precision": "bf16", "quantize": Quantize()},
+    ),
 ]
 
 

@@ -1,0 +1,80 @@
+"""quantize="auto": the same decision on all ranks, and the rule that it follows.
+
+What is measured belongs to the machine, so only links that leave no doubt are asked about: loopback
+is faster than any code, and 20 Mbit/s slower.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import onecopy
+from benchmarks.network import CannotMakeNodesError, network
+from onecopy.comm.link_speed import COST_SHARE, HopTimes
+from onecopy.config import Config, Quantize
+from tests.pool import RANK_ENVIRONMENT, Pool
+
+PLAIN_BYTES = 1 << 20
+
+
+def times(*, coded_seconds: float, coded_bytes: int) -> HopTimes:
+    """Of a hop that takes a second as it is."""
+    return HopTimes(
+        plain_seconds=1.0,
+        coded_seconds=coded_seconds,
+        plain_bytes=PLAIN_BYTES,
+        coded_bytes=coded_bytes,
+    )
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_coding_may_cost_a_part_of_what_it_saves(share: float) -> None:
+    coded_bytes = int(share * PLAIN_BYTES)
+    limit = share + COST_SHARE * (1.0 - share)
+    assert times(coded_seconds=limit - 0.01, coded_bytes=coded_bytes).pays
+    assert not times(coded_seconds=limit + 0.01, coded_bytes=coded_bytes).pays
+
+
+def choice(stage: int | str, node_size: int | None) -> Config:
+    """The settings that "auto" comes to."""
+    model = nn.Linear(8, 8)
+    onecopy.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=stage,
+        node_size=node_size,
+        quantize="auto",
+        precision="bf16",
+    )
+    model(torch.ones(2, 8)).square().mean().backward()
+    return onecopy.config_of(model)
+
+
+def test_one_node_sends_what_it_has(pool: Pool) -> None:
+    for config in pool.run(2, choice, 3, None):
+        assert config.quantize is None
+        assert "no links between nodes" in config.origin_of("quantize")
+
+
+@pytest.mark.parametrize("stage", [1, 3, "mics"])
+def test_all_ranks_decide_alike(pool: Pool, stage: int | str) -> None:
+    """Nodes on one machine, each of another size where that can be."""
+    world, node_size = (4, 2) if stage == "mics" else (3, 2)
+    first, *others = pool.run(world, choice, stage, node_size)
+    assert "sums across nodes" in first.origin_of("quantize")
+    assert all(other == first for other in others)
+
+
+def test_a_slow_link_wants_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANK_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with network(ranks=(1, 1), megabits=20) as nodes:
+            configs = nodes.launch(choice, 3, None)
+    except CannotMakeNodesError as reason:
+        pytest.skip(f"there can be no network of namespaces: {reason}")
+    for config in configs:
+        # Nothing goes inside a node of one rank.
+        assert config.quantize == Quantize(gradients=(None, "int4"))
