@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 import onecopy
 import onecopy.events
 import onecopy.handle
+from onecopy import Quantize
+from onecopy.comm.groups import ImaginedWorld
 from onecopy.events import SENT, Event
 from onecopy.planner import estimate
 from onecopy.planner.cluster import Cluster
@@ -22,6 +25,7 @@ from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sharded import ModelTraffic, model_traffic
 from onecopy.planner.traffic import Sent, sent_by
+from onecopy.simulator.simulate import simulate
 from tests.pool import Pool
 
 STAGES = (0, 1, 2, 3, "hpz", "hfsdp", "mics", "whole/node/world", "whole/node/node")
@@ -66,12 +70,18 @@ def of(events: list[Event]) -> Sent:
 
 
 def trained(
-    stage: int | str, node_size: int, precision: str, backwards: int, no_sync: bool
+    stage: int | str,
+    node_size: int,
+    precision: str,
+    backwards: int,
+    no_sync: bool = False,
+    quantize: Quantize | None = None,
 ) -> Found:
     """The third of three steps: the second knows how many backwards a step has."""
     model = Blocks()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
-    onecopy.shard(model, optimizer, stage=stage, node_size=node_size, precision=precision)
+    settings = {"stage": stage, "node_size": node_size, "precision": precision}
+    onecopy.shard(model, optimizer, quantize=quantize, **settings)
     events: list[Event] = []
     for step in range(3):
         if step == 2:
@@ -109,17 +119,77 @@ def test_bytes_inside_and_across_are_those_of_the_planner(
     no_sync: bool,
 ) -> None:
     cluster = Cluster(devices=ranks[0], devices_per_node=ranks[1])
-    shape, widths = (
-        shape_of(precision),
-        estimate.widths_of(PlanOptions(precision=precision).policy, 2),
-    )
     found = pool.run(ranks[0], trained, stage, ranks[1], precision, backwards, no_sync)
     for rank, one in enumerate(found):
-        planned = sent_by(shape, stage, cluster, widths, backwards, no_sync=no_sync, rank=rank)
+        planned = planned_for(stage, cluster, precision, backwards, no_sync=no_sync, rank=rank)
         assert one.sent == planned, rank
         expected, reduces = one.formula, 1 if no_sync else backwards
-        assert one.by_kind.get("gather", 0) == (
-            2 * backwards * expected.gather + expected.gather_once
-        )
+        gathers = 2 * backwards * expected.gather + expected.gather_once
+        assert one.by_kind.get("gather", 0) == gathers
         assert one.by_kind["reduce"] == reduces * expected.reduce + expected.reduce_once
         assert one.by_kind.get("refresh", 0) == expected.refresh[0]
+
+
+def planned_for(
+    stage: int | str, cluster: Cluster, precision: str, backwards: int, **more: Any
+) -> Sent:
+    widths = estimate.widths_of(PlanOptions(precision=precision).policy, 2)
+    return sent_by(shape_of(precision), stage, cluster, widths, backwards, **more)
+
+
+ALL = Quantize(block=128)
+WEIGHTS, GRADIENTS = Quantize(gradients=None), Quantize(weights=None)
+
+
+@pytest.mark.sampled(
+    "stage, ranks, precision, quantize",
+    [
+        *itertools.product(STAGES, [(4, 2), (4, 4)], ("fp32", "bf16"), (ALL, WEIGHTS, GRADIENTS)),
+        *itertools.product(UNEVEN, [(3, 2)], ("fp32", "bf16"), (ALL,)),
+    ],
+    3,
+    always=[(stage, (4, 2), "bf16", ALL) for stage in (0, 3, "hpz", "mics")]
+    + [("hpz", (3, 2), "bf16", ALL), (3, (4, 4), "bf16", ALL), ("hfsdp", (4, 2), "fp32", ALL)],
+)
+def test_bytes_of_codes_are_those_of_the_planner(
+    pool: Pool,
+    stage: int | str,
+    ranks: tuple[int, int],
+    precision: str,
+    quantize: Quantize,
+) -> None:
+    cluster = Cluster(devices=ranks[0], devices_per_node=ranks[1])
+    found = pool.run(ranks[0], trained, stage, ranks[1], precision, 2, False, quantize)
+    for rank, one in enumerate(found):
+        assert one.sent == planned_for(
+            stage, cluster, precision, 2, rank=rank, quantize=quantize
+        ), rank
+        gathers = 4 * one.formula.gather + one.formula.gather_once
+        assert one.by_kind.get("gather", 0) == gathers
+        assert one.by_kind["reduce"] == 2 * one.formula.reduce + one.formula.reduce_once
+
+
+# In a world that is not there -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "rank"),
+    [(stage, (64, 8), 11) for stage in ("hpz", "hfsdp", "mics", 3)]
+    + [("hpz", (5, 2), rank) for rank in range(5)],
+)
+def test_simulated_ranks_send_what_the_planner_says(
+    stage: int | str, ranks: tuple[int, int], rank: int
+) -> None:
+    """64 ranks in 8 nodes, and 5 in nodes of 2, 2 and 1."""
+    cluster = Cluster(devices=ranks[0], devices_per_node=ranks[1])
+    found = simulate(
+        Blocks,
+        lambda: torch.randn(2, 16),
+        ImaginedWorld(ranks[0], rank),
+        optimizer=lambda all_: torch.optim.AdamW([one for one in all_ if one.requires_grad]),
+        backwards=2,
+        stage=stage,
+        node_size=ranks[1],
+        precision="bf16",
+    )
+    assert of(found.events) == planned_for(stage, cluster, "bf16", 2, rank=rank)

@@ -26,7 +26,7 @@ from onecopy.core.slice_on_disk import SliceOnDisk
 from onecopy.core.split import SplitMaster
 from onecopy.core.step_alone import bring_home
 from onecopy.core.swapped import SliceFiles
-from onecopy.core.views import view_of
+from onecopy.core.views import is_fake, view_of
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -357,8 +357,11 @@ class OwnedSlice:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the flat buffer's values are not what the master rounds to."""
-        if not self.has_own_values:
+        """Whether the flat buffer's values are not what the master rounds to.
+
+        A simulation has none.
+        """
+        if not self.has_own_values or is_fake(self.own):
             return False
         own, coded = self.own.to(self.device), self._coded()
         parts = self._parts()

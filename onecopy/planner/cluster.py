@@ -48,9 +48,10 @@ class Cluster:
         """Over how many ranks a state is shared out that is cut so far."""
         return {"whole": 1, "node": self.devices_per_node, "world": self.devices}[cut]
 
-    def size_of_node(self, rank: int) -> int:
-        """How many ranks there are in the node of a rank."""
-        return self.node_sizes[_places(self.node_sizes)[rank][0]]
+    def node_of(self, rank: int) -> range:
+        """The ranks of the node that a rank is in."""
+        node, place = _places(self.node_sizes)[rank]
+        return range(rank - place, rank - place + self.node_sizes[node])
 
     def slice_of(self, rank: int, cut: str) -> int:
         """The number of the slice that a rank owns of a state that is cut so far."""

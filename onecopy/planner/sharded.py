@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from onecopy.config import Quantize
 from onecopy.core.stages import Stage
 from onecopy.events import SENT
 from onecopy.planner import estimate
@@ -48,9 +49,13 @@ def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) ->
     By the table of stages (docs/papers.md), from how bytes grow with the backwards of a step.
     """
     cluster, rank = _cluster_of(engine)
+    wanted = engine.config.quantize
+    quantize = wanted if isinstance(wanted, Quantize) else None
     modules = {id(unit.module) for unit in engine.units}
     sent = {
-        unit: [_bytes_sent(_sized(engine, unit, modules, cluster), rank, k) for k in (1, 2)]
+        unit: [
+            _bytes_sent(_sized(engine, unit, modules, cluster), rank, quantize, k) for k in (1, 2)
+        ]
         for unit in engine.units
     }
     one, two = (
@@ -70,9 +75,11 @@ def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) ->
     )
 
 
-def _bytes_sent(one: SizedUnit, rank: int, backwards: int) -> dict[str, int]:
+def _bytes_sent(
+    one: SizedUnit, rank: int, quantize: Quantize | None, backwards: int
+) -> dict[str, int]:
     """In a step, by the kind of event."""
-    messages = messages_of(one, rank)
+    messages = messages_of(one, rank, quantize)
     inside, across = (counts.by_kind() for counts in counts_of(one, backwards))
     sizes = {"gather": messages.values, "reduce": messages.sums, "refresh": messages.values}
     return {kind: sizes[kind].times(inside[kind], across[kind]).total for kind in SENT}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from onecopy.comm.coding import Coding
+from onecopy.config import Quantize
 from onecopy.planner import estimate
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.estimate import AnyStage, ElementWidths, Traffic
@@ -33,6 +35,8 @@ class Sent:
 
 
 NOTHING = Sent(inside=0, across=0)
+# Bytes of the values that have codes.
+CODED_WIDTHS = {2, 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,34 +50,125 @@ class Messages:
     sums: Sent
 
 
-def messages_of(one: SizedUnit, rank: int) -> Messages:
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """How values travel in a hop: as they are, so many bytes each, or as codes."""
+
+    width: int
+    coding: Coding | None = None
+
+    def num_bytes(self, numel: int, exact: int = 0) -> int:
+        """Of so many values that go to one rank, of which some must not be rounded."""
+        if self.coding is None:
+            return numel * self.width
+        return self.coding.num_bytes(numel, exact * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wires:
+    """By kind of hop, as `comm/quantized.py` has its transports."""
+
+    inside: _Wire
+    values: _Wire
+    sums: _Wire
+    sums_across: _Wire
+
+    @classmethod
+    def of(cls, one: SizedUnit, quantize: Quantize | None) -> _Wires:
+        """Of a unit's values and sums; sums that are coded across nodes were not rounded before."""
+        widths = one.widths
+        value, total = _Wire(widths.compute), _Wire(widths.wire)
+        if quantize is None or not {widths.compute, widths.wire} <= CODED_WIDTHS:
+            return cls(value, value, total, total)
+
+        def coded(code: str | None, width: int, plain: _Wire) -> _Wire:
+            return plain if code is None else _Wire(width, Coding(code, quantize.block))
+
+        inside, across = quantize.gradients or (None, None)
+        if one.cluster.num_nodes == 1:
+            across = inside
+        return cls(
+            value,
+            coded(quantize.weights, widths.compute, value),
+            coded(inside, widths.wire, total),
+            coded(across, max(4, widths.master), total),
+        )
+
+
+def messages_of(one: SizedUnit, rank: int, quantize: Quantize | None = None) -> Messages:
     """Of a unit, every message counted from its sender to its receiver.
 
     Values of the own slice go to the other nodes, and those of the node part then to the ranks of
     this node; a sum goes the other way, each time what is not handled, or owned, here.
     """
-    cluster, layout, widths = one.cluster, one.layout, one.widths
-    in_node, num_nodes, how_far = cluster.size_of_node(rank), cluster.num_nodes, one.cut.optimizer
-    number = cluster.slice_of(rank, how_far)
-    value, total = layout.slice_numels[number], layout.strides[number]
-    if how_far == "whole":
-        # Each rank sums an equal part, and sends that to all others: in one hop.
-        part, others = total // cluster.devices, cluster.devices - in_node
-        values, sums = NOTHING, Sent(inside=part * (in_node - 1), across=part * others)
-    elif how_far == "node":
-        values = Sent(inside=value * (in_node - 1), across=0)
-        replicas = total // num_nodes * (num_nodes - 1)
-        sums = Sent(inside=layout.gradient_numel - total, across=replicas)
-    else:
-        part, summed = (
-            one.part_of(numels, rank) for numels in (layout.slice_numels, layout.strides)
-        )
-        values = Sent(inside=part * (in_node - 1), across=value * (num_nodes - 1))
-        sums = Sent(inside=layout.gradient_numel - summed, across=summed - total)
-    return Messages(
-        values=values.times(widths.compute, widths.compute),
-        sums=sums.times(widths.wire, widths.wire) if one.unit.trainable else NOTHING,
+    wires, how_far = _Wires.of(one, quantize), one.cut.optimizer
+    messages = {"whole": _of_whole, "node": _of_nodes, "world": _of_world}[how_far](
+        one, rank, wires
     )
+    return messages if one.unit.trainable else replace(messages, sums=NOTHING)
+
+
+def _of_whole(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
+    """Each rank sums an equal part, and sends that to all others: in one hop."""
+    cluster, here = one.cluster, one.cluster.node_of(rank)
+    halves = _halves(one, 0, cluster.devices, rank, wires.sums_across)
+    inside = sum(halves[peer] for peer in here)
+    return Messages(values=NOTHING, sums=Sent(inside=inside, across=sum(halves) - inside))
+
+
+def _of_nodes(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
+    """States of a node: its replicas are the ranks of the same place in the others."""
+    cluster, layout = one.cluster, one.layout
+    number, node = cluster.slice_of(rank, "node"), rank // cluster.devices_per_node
+    value = wires.inside.num_bytes(layout.slice_numels[number]) * (layout.num_slices - 1)
+    summed = sum(
+        _of_slice(one, other, wires.sums) for other in range(layout.num_slices) if other != number
+    )
+    across = sum(_halves(one, number, cluster.num_nodes, node, wires.sums_across))
+    return Messages(values=Sent(inside=value, across=0), sums=Sent(inside=summed, across=across))
+
+
+def _of_world(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
+    """In two hops, of which that across nodes has nobody to go to where there is one."""
+    cluster, slices = one.cluster, one.layout.slice_numels
+    number, handled = cluster.slice_of(rank, "world"), cluster.handled(rank)
+    here, others = cluster.node_of(rank), cluster.num_nodes - 1
+    part = sum(slices[handled.start : handled.stop])
+    values = Sent(
+        inside=(wires.inside if others else wires.values).num_bytes(part) * (len(here) - 1),
+        across=wires.values.num_bytes(slices[number]) * others,
+    )
+    leaving = (other for other in handled if other != number)
+    sums = Sent(
+        inside=sum(_of_part(one, peer, wires.sums) for peer in here if peer != rank),
+        across=sum(_of_slice(one, other, wires.sums_across) for other in leaving),
+    )
+    return Messages(values=values, sums=sums)
+
+
+def _of_slice(one: SizedUnit, number: int, wire: _Wire) -> int:
+    """Bytes of a slice of a sum."""
+    layout = one.layout
+    stride = layout.strides[number]
+    return wire.num_bytes(stride, stride - layout.slice_numels[number])
+
+
+def _of_part(one: SizedUnit, rank: int, wire: _Wire) -> int:
+    """Bytes of a sum that a rank handles for its node."""
+    handled, layout = one.cluster.handled(rank), one.layout
+    numel = sum(layout.strides[handled.start : handled.stop])
+    return wire.num_bytes(numel, numel - sum(layout.slice_numels[handled.start : handled.stop]))
+
+
+def _halves(one: SizedUnit, number: int, replicas: int, own: int, wire: _Wire) -> list[int]:
+    """Half of what an all-reduce of a slice sends to each replica: its chunk, and the own one."""
+    stride, value = one.layout.strides[number], one.layout.slice_numels[number]
+    chunk = stride // replicas
+    sizes = [
+        wire.num_bytes(chunk, min(chunk, max(0, end - value)))
+        for end in range(chunk, stride + 1, chunk)
+    ]
+    return [0 if place == own else (size + sizes[own]) // 2 for place, size in enumerate(sizes)]
 
 
 def sent_by(  # noqa: PLR0913
@@ -85,6 +180,7 @@ def sent_by(  # noqa: PLR0913
     *,
     no_sync: bool = False,
     rank: int = 0,
+    quantize: Quantize | None = None,
 ) -> Sent:
     """Bytes that a rank sends per step.
 
@@ -93,7 +189,7 @@ def sent_by(  # noqa: PLR0913
     """
     total = NOTHING
     for one in sized(model, stage, cluster, widths):
-        messages = messages_of(one, rank)
+        messages = messages_of(one, rank, quantize)
         inside, across = counts_of(one, backwards, no_sync)
         sent = messages.values.times(inside.gather + inside.refresh, across.gather + across.refresh)
         sent += messages.sums.times(inside.reduce, across.reduce)
