@@ -273,3 +273,42 @@ def overflow(case: Case) -> bool:
 def test_an_overflow_reaches_the_owner(pool: Pool, world: int, node_size: int | None) -> None:
     case = Case(world, node_size, Quantize(block=BLOCK), torch.float16, (100,) * world)
     assert pool.run(world, overflow, case).count(False) == 1
+
+
+def sum_often(case: Case, times: int) -> Tensor:
+    """The mean over many reduces of the same gradients; one overflow is between them."""
+    world = world_group()
+    groups = make_groups(world, "world", find_nodes(world, None, case.node_size), in_hops=True)
+    transports = transports_of(groups, native=False, quantize=case.quantize)
+    ways = Collectives(groups, key="test", model_number=0, transports=transports, events=Events())
+    total = torch.zeros(case.division.numels[groups.shard.rank])
+    for number in range(times):
+        buffer = case.gradients(world.rank)
+        if number == 3:
+            buffer[7] = float("inf")
+        mean = ways.reduce(buffer, case.division, torch.float32, 0).finish()
+        if number != 3:
+            total += mean / (times - 1)
+    return total
+
+
+@pytest.mark.parametrize(("world", "node_size"), [(2, None), (4, 2)])
+def test_error_feedback_makes_up_for_what_was_lost(
+    pool: Pool, world: int, node_size: int | None
+) -> None:
+    """The same gradients come out right in the mean: their error does not add up."""
+    times, worst = 60, {}
+    for error_feedback in (False, True):
+        quantize = Quantize(
+            weights=None, gradients=("int4", "int4"), block=BLOCK, error_feedback=error_feedback
+        )
+        case = Case(world, node_size, quantize, torch.float32, (100,) * world)
+        expected = sum(case.gradients(rank) for rank in range(world)) / world
+        assert isinstance(expected, Tensor)
+        slices = expected.split_with_sizes(list(case.division.numels))
+        order = {0: 0, 1: 2, 2: 1, 3: 3} if node_size else {0: 0, 1: 1}
+        worst[error_feedback] = max(
+            float((mean - slices[order[rank]])[:-NUM_FLAGS].abs().max())
+            for rank, mean in enumerate(pool.run(world, sum_often, case, times))
+        )
+    assert worst[True] < worst[False] / 4

@@ -10,7 +10,7 @@ Sources: ZeRO++ (Wang et al. 2023) sections 3.1 (qwZ) and 3.3 (qgZ).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 
 from onecopy.comm.codec import CODED_DTYPES, decode, encode
 from onecopy.comm.coding import SCALE_BYTES, Coding
+from onecopy.comm.feedback import Feedback
 from onecopy.comm.groups import Group, Groups
 from onecopy.comm.transport import Finish, Hop, Mean, Messages, Native, Nothing, Parts, Transport
 from onecopy.config import Quantize
@@ -52,10 +53,15 @@ def transports_of(groups: Groups, *, native: bool, quantize: Quantize | None = N
     if quantize is None:
         return Transports(plain, plain, plain, plain)
 
-    def transport(code: str | None) -> Transport:
-        return plain if code is None else Quantized(plain, Coding(code, quantize.block))
+    def transport(code: str | None, *, error_feedback: bool = False) -> Transport:
+        if code is None:
+            return plain
+        return Quantized(plain, Coding(code, quantize.block), error_feedback=error_feedback)
 
-    inside, across = (transport(code) for code in quantize.gradients or (None, None))
+    inside, across = (
+        transport(code, error_feedback=quantize.error_feedback)
+        for code in quantize.gradients or (None, None)
+    )
     is_one_node = groups.num_nodes == 1
     goes_far = is_one_node or any(groups.is_away(rank) for rank in groups.shard.ranks)
     weights = transport(quantize.weights if goes_far else None)
@@ -65,9 +71,10 @@ def transports_of(groups: Groups, *, native: bool, quantize: Quantize | None = N
 class Quantized(Transport):
     """See the module's docstring; values of dtypes that have no codes travel as they are."""
 
-    def __init__(self, plain: Transport, coding: Coding) -> None:
+    def __init__(self, plain: Transport, coding: Coding, *, error_feedback: bool = False) -> None:
         self._plain = plain
         self._coding = coding
+        self._feedback = Feedback(coding.block) if error_feedback else None
 
     def num_bytes(self, hop: Hop, dtype: torch.dtype) -> list[int]:
         if dtype not in CODED_DTYPES:
@@ -113,7 +120,7 @@ class Quantized(Transport):
         parts = buffer.split_with_sizes(list(hop.numels))
         for place, (part, payload) in enumerate(zip(parts, sent.each, strict=True)):
             if place != rank:
-                self._encode(part, hop.exact_of(place), payload)
+                self._encode(part, hop.exact_of(place), payload, (hop.tag, group.ranks, place))
         finish = self._plain.exchange(received, sent, hop)
 
         def wait() -> torch.Tensor:
@@ -140,18 +147,41 @@ class Quantized(Transport):
 
     # Details ----------------------------------------------------------------------------------
 
-    def _encode(self, part: torch.Tensor, exact: Ranges, payload: torch.Tensor) -> None:
-        """Flags are no part of what the codes see: their scale would be that of their block."""
+    def _encode(
+        self,
+        part: torch.Tensor,
+        exact: Ranges,
+        payload: torch.Tensor,
+        key: Hashable = None,
+    ) -> None:
+        """Flags are no part of what the codes see: their scale would be that of their block.
+
+        Args:
+            key: identifies the part of a reduce, from one to the next.
+        """
         if not exact:
-            encode(part, self._coding, payload)
+            self._code(part, payload, key)
             return
         places = [part[first:end] for first, end in exact]
         kept = self._exact_in(payload, part, exact)
         torch.cat(places, out=kept)
         for place in places:
             place.zero_()
-        encode(part, self._coding, payload)
+        self._code(part, payload, key)
         _put(part, exact, kept)
+
+    def _code(self, part: torch.Tensor, payload: torch.Tensor, key: Hashable) -> None:
+        if key is None or self._feedback is None:
+            encode(part, self._coding, payload)
+            return
+
+        def code(wanted: torch.Tensor) -> torch.Tensor:
+            encode(wanted, self._coding, payload)
+            arriving = torch.empty_like(wanted)
+            decode(payload, self._coding, arriving)
+            return arriving
+
+        self._feedback.send(key, part, code)
 
     def _exact_in(self, payload: torch.Tensor, part: torch.Tensor, exact: Ranges) -> torch.Tensor:
         """The exact values in a payload of `part`, one range after the other."""
