@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import onecopy
@@ -78,13 +79,14 @@ def _bytes(events: list[Event], what: str) -> int:
     return sum(one.num_bytes or 0 for one in events if one.kind == "swap" and one.what == what)
 
 
-def trained(
-    stage: int,
+def trained(  # noqa: PLR0913
+    stage: int | str,
     world: int,
     precision: Precision | str,
     frozen: bool,
     backwards: int,
     offload: Offload | None = None,
+    node_size: int | None = None,
 ) -> Found:
     """A rank that has trained for three steps; the last one was watched."""
     with LiveTensors() as live:
@@ -93,7 +95,10 @@ def trained(
         optimizer = torch.optim.AdamW(parameters, fused=True)
         options = PlanOptions(devices=world, precision=precision)
         shape = ModelShape(name="tall", units=units_of(model, options)).with_offload(offload)
-        onecopy.shard(model, optimizer, stage=stage, precision=precision, offload=offload)
+        settings = {"stage": stage, "precision": precision, "node_size": node_size}
+        onecopy.shard(model, optimizer, offload=offload, **settings)
+        cluster = Cluster(devices=world, devices_per_node=node_size or world)
+        rank = dist.get_rank()
         events: list[Event] = []
         for step in range(3):
             if step == 2:
@@ -114,12 +119,12 @@ def trained(
         held=held,
         peak=peak,
         sent=sent,
-        planned=memory_of(shape, stage, options.cluster, widths, Step(backwards=backwards)),
-        planned_sent=sent_by(shape, stage, options.cluster, widths, backwards),
+        planned=memory_of(shape, stage, cluster, widths, Step(backwards=backwards), rank),
+        planned_sent=sent_by(shape, stage, cluster, widths, backwards, rank=rank),
         moved=moved,
-        planned_moved=moved_by(shape, stage, options.cluster, widths, backwards),
+        planned_moved=moved_by(shape, stage, cluster, widths, backwards),
         swapped=swapped,
-        planned_swapped=swapped_by(shape, stage, options.cluster, widths, backwards),
+        planned_swapped=swapped_by(shape, stage, cluster, widths, backwards),
     )
 
 
@@ -142,6 +147,45 @@ def test_a_rank_holds_and_sends_what_was_planned(
         values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
         assert found.peak <= planned.total + 2 * values
         assert planned.total <= 1.2 * found.peak
+
+
+@pytest.mark.sampled(
+    "ranks, stage, precision, frozen, backwards",
+    [
+        *itertools.product(
+            [(4, 2)],
+            (2, 3, "hpz", "hfsdp", "mics", "whole/node/world"),
+            ("fp32", "bf16"),
+            (False, True),
+            (1, 2),
+        ),
+        *itertools.product([(3, 2)], ("hpz", "hfsdp"), ("bf16",), (False, True), (1, 2)),
+    ],
+    2,
+    always=[((4, 2), stage, "bf16", False, 1) for stage in (3, "hpz", "mics", "hfsdp")]
+    + [((4, 2), stage, "bf16", True, 2) for stage in ("hfsdp", "mics")]
+    + [((4, 2), "mics", "fp32", False, 1), ((3, 2), "hfsdp", "bf16", True, 2)],
+)
+def test_a_rank_in_a_node_holds_what_was_planned(
+    pool: Pool,
+    ranks: tuple[int, int],
+    stage: int | str,
+    precision: str,
+    frozen: bool,
+    backwards: int,
+) -> None:
+    """Secondary slices are parameters; sums that wait for the last backward are gradients."""
+    world, in_node = ranks
+    for found in pool.run(
+        world, trained, stage, world, precision, frozen, backwards, None, in_node
+    ):
+        held, planned = found.held, found.planned
+        assert (held.parameters, held.gradients) == (planned.parameters, planned.gradients)
+        assert 0 <= planned.optimizer - held.optimizer < 2 * 4 * 9 * 16 * world
+        assert found.sent == found.planned_sent.total
+        values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
+        assert found.peak <= planned.total + 2 * values
+        assert planned.total <= 1.25 * found.peak
 
 
 HOST = Offload(optimizer="host", gradients="host")

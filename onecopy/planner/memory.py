@@ -140,7 +140,7 @@ def memory_of(
     on_device = added((count, one.device) for count, one in states)
     most = {
         "parameters": on_device.parameters,
-        "gradients": on_device.gradients,
+        "gradients": on_device.gradients + _waiting(units, step.backwards, rank),
         "optimizer": on_device.optimizer,
         "gathered": _gathered(units, step.prefetch_bytes) if cut.releases else 0,
         "buffers": _buffers(units, cut, cluster.devices, step.backwards),
@@ -198,6 +198,13 @@ def _uneven(
         numbers = (cluster.slice_of(rank, cut.optimizer),)
     ranks = ([(one.unit.count, one.owned(number)) for one in whole] for number in numbers)
     return max(ranks, key=lambda parts: sum(count * own.total for count, own in parts))
+
+
+def _waiting(units: list[SizedUnit], backwards: int, rank: int | None) -> int:
+    """How much longer sums are that wait in a node than the means that come of them."""
+    if backwards == 1:
+        return 0
+    return sum(one.unit.count * max(0, one.node_sum(rank) - one.mean_kept) for one in units)
 
 
 def _gathered(units: list[SizedUnit], prefetch_bytes: int | None) -> int:

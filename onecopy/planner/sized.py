@@ -124,6 +124,12 @@ class SizedUnit:
         )
         return Placed(device=_less(all_, host, nvme), host=host, nvme=nvme)
 
+    def node_sum(self, rank: int | None = None) -> int:
+        """Bytes of the sums of earlier backwards that wait in its node for the last one."""
+        if not self.cut.sums_at_boundary or not self.unit.trainable:
+            return 0
+        return self.part_of(self.layout.strides, rank) * max(4, self.widths.master)
+
     @property
     def gradients_kept(self) -> int:
         """Bytes of local gradients that stay between steps."""
