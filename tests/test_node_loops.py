@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 import onecopy
 from onecopy.errors import DivergenceError
+from onecopy.report.run_folder import read_run
 from tests.pool import Pool
 
 HYBRIDS = ("mics", "hfsdp", "hpz", "whole/node/world")
@@ -334,3 +336,22 @@ def one_backward_and(do: Callable[[Loop], None], loop: Loop) -> None:
 def test_gradients_before_the_boundary(pool: Pool, stage: str, do: Callable[[Loop], None]) -> None:
     for found in pool.run(4, both, partial(one_backward_and, do), stage):
         are_equal(found)
+
+
+def recorded(folder: Path) -> None:
+    loop = Loop("hfsdp")
+    with onecopy.record(folder, loop.model, loop.optimizer, trace=2) as run:
+        for step in range(4):
+            loop.step(3)
+            run.log(step=step)
+
+
+def test_recorded_runs_tell_what_crosses(pool: Pool, tmp_path: Path) -> None:
+    """Bytes of each step are those of the formula, from the second on, and events have their part."""
+    pool.run(4, recorded, tmp_path)
+    for rank in read_run(tmp_path).ranks:
+        assert any(event.across_bytes for event in rank.events)
+        for step in rank.steps[1:]:
+            assert step.sent["gather"] == step.expected["gather"], step
+            # The formula leaves out flags.
+            assert step.sent["reduce"] == pytest.approx(step.expected["reduce"], rel=0.2)

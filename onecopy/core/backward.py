@@ -302,12 +302,12 @@ class Backward:
         reduces, owned = self.reduces, self._engine.owned
         were_local = reduces.has_local
         if were_local or reduces.has_sums:
-            self._engine.events.emit("pass", what="reduce")
             if reduces.has_sums:
                 # What the user has removed since is removed from the sums too.
                 owned.settle(uncounted=True)
             with torch.no_grad():
                 if were_local:
+                    self._engine.events.emit("pass", what="reduce")
                     reduces.begin()
                     reduces.agree_on_order()
                     reduces.complete()

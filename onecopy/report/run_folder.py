@@ -178,6 +178,7 @@ class EventRecord:
     seconds: float = 0.0
     value: float = 0.0
     what: str = ""
+    across_bytes: int = 0
     model: str = ""
     memory: Mapping[str, int] = field(default_factory=dict)
 

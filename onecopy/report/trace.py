@@ -265,6 +265,8 @@ def _of(event: EventRecord) -> dict[str, Any]:
     found: dict[str, Any] = {"step": event.step, "phase": event.phase}
     if event.num_bytes:
         found["bytes"] = event.num_bytes
+    if event.across_bytes:
+        found["bytes across nodes"] = event.across_bytes
     return found
 
 
