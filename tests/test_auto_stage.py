@@ -72,6 +72,34 @@ def of_tall(ranks: int, memory: int = PLENTY, **settings: Any) -> Choice:
     return considered(model, made, ranks, Config(stage="auto", memory=memory, **settings))
 
 
+def test_nodes_are_considered_where_there_are_several() -> None:
+    """Of what fits, what sends least across nodes is taken."""
+
+    def of_nodes(memory: int, *sizes: int) -> Choice:
+        model = build()
+        config = Config(stage="auto", memory=memory, precision="bf16")
+        specs = find_units(model, config, lambda _: None)
+        ranks = iter(range(sum(sizes)))
+        nodes = [[next(ranks) for _ in range(size)] for size in sizes]
+        world = world_group(ImaginedWorld(sum(sizes)))
+        _, choice = choose_stage(config, world, [specs], lambda _: None, nodes)
+        assert choice is not None
+        return choice
+
+    plenty = of_nodes(PLENTY, 4, 4)
+    assert list(plenty.memory) == [0, 1, 2, 3, "hpz", "hfsdp", "mics"]
+    assert plenty.stage == 2
+    # Less than stage 2 needs, and as much as hpZ does: 3 messages across become 2.
+    need = plenty.memory["hpz"].total
+    assert plenty.memory[3].total < need < plenty.memory[2].total
+    tight = of_nodes(int(need / ROOM) + 1, 4, 4)
+    assert tight.stage == "hpz"
+    assert 'stage="auto" is stage hpz (node/world/world)' in tight.reason
+    assert of_nodes(int(plenty.memory[3].total / ROOM) + 1, 4, 4).stage == 3
+    # Nodes that differ, and one node, have numbers only.
+    assert list(of_nodes(PLENTY, 4, 3).memory) == list(of_nodes(PLENTY, 8).memory) == [0, 1, 2, 3]
+
+
 # What is said of a rank's memory ------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,51 @@ def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, devices:
 def test_nodes() -> None:
     rows = [onecopy.plan("1B", devices=16, devices_per_node=n, stage=3).rows[0] for n in (4, 16)]
     assert rows[0].sent.total == rows[1].sent.total
-    assert rows[0].sent.across == rows[0].sent.total * 12 // 15
+    # Every message to another node goes there once, however many ranks it has.
+    assert rows[0].sent.across == rows[0].sent.total * 3 // 15
     assert rows[1].sent.across == 0
+
+
+IN_NODES: dict[str, Any] = {"devices": 64, "devices_per_node": 8}
+
+
+def test_stages_that_cut_inside_nodes_are_shown_where_these_are_said() -> None:
+    """Bytes of states of 7.5e9 parameters by the papers' formulas; what they send by PAPERS 2.3."""
+    numbers = onecopy.plan("7.5B", devices=64)
+    assert [row.stage for row in numbers.rows] == [0, 1, 2, 3]
+    one_node = onecopy.plan("7.5B", devices=8, devices_per_node=8)
+    assert [row.stage for row in one_node.rows] == [0, 1, 2, 3]
+    rows = {row.stage: row for row in onecopy.plan("7.5B", **IN_NODES, accumulate=3).rows}
+    assert list(rows) == [0, 1, 2, 3, "hpz", "hfsdp", "mics"]
+    paper = {"hpz": 16 / 64 + 2 / 8, "hfsdp": 4 / 8 + 12 / 64, "mics": 16 / 8}
+    across = {1: 4, 2: 4, 3: 9, "hpz": 4, "hfsdp": 2, "mics": 2}
+    for stage, per_parameter in paper.items():
+        assert rows[stage].paper == 7.5e9 * per_parameter
+    for stage, times in across.items():
+        assert rows[stage].elements.across == times * Fraction(7, 64)
+        assert rows[stage].sent.across == pytest.approx(7.5e9 * 2 * times * 7 / 64, rel=1e-3)
+    only = onecopy.plan("7.5B", **IN_NODES, stage="hpz")
+    assert [row.stage for row in only.rows] == ["hpz"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "accumulate", "expected"),
+    [
+        # With several backwards, less crosses nodes than at stage 2.
+        ("80GB", 4, "hfsdp"),
+        ("80GB", 1, 2),
+        # Of those that send as little, the one that holds least.
+        ("18GB", 1, "hpz"),
+        ("14GB", 1, 3),
+    ],
+)
+def test_what_crosses_nodes_counts_first(memory: str, accumulate: int, expected: int | str) -> None:
+    settings = {"device_memory": memory, "checkpoint_activations": "off"}
+    found = onecopy.plan("7.5B", **IN_NODES, accumulate=accumulate, **settings).recommended
+    assert found is not None
+    assert found.row.stage == found.config.stage == expected
+    assert f"stage={json.dumps(expected)}" in found.code
+    assert onecopy.Config.from_toml(found.toml).stage == expected
 
 
 # What is recommended ------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def sharded_with(
         mock.patch.object(room, "free_host_memory", lambda: memory),
         mock.patch.object(room, "free_space", lambda _: (1, space)),
     ):
-        settings = {"memory": "1GB"} if stage == "auto" else {}
+        settings = {"memory": "1GB"} if stage == "auto" else {"node_size": 1}
         try:
             onecopy.shard(
                 model, OPTIMIZERS["adamw"](model), stage=stage, offload=offload, **settings
@@ -162,13 +162,14 @@ def sharded_with(
     return "", False, onecopy.config_of(model).stage
 
 
-def test_shard_refuses_before_anything_has_changed(pool: Pool) -> None:
-    for text, is_plain, _ in pool.run(2, sharded_with, 1000, 0, 3, HOST):
+@pytest.mark.parametrize("asked", [3, "mics"])
+def test_shard_refuses_before_anything_has_changed(pool: Pool, asked: int | str) -> None:
+    for text, is_plain, _ in pool.run(2, sharded_with, 1000, 0, asked, HOST):
         assert "offload: host memory is too small" in text
         assert "the ranks of its node (0, 1)" in text
         assert is_plain
-    for text, _, stage in pool.run(2, sharded_with, GB, 0, 3, HOST):
-        assert (text, stage) == ("", 3)
+    for text, _, stage in pool.run(2, sharded_with, GB, 0, asked, HOST):
+        assert (text, stage) == ("", asked)
 
 
 def test_auto_takes_a_stage_for_which_there_is_room(pool: Pool) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from onecopy.comm.compare import first_decides
 from onecopy.config import Config
-from onecopy.core.stages import STAGES as TABLE
 from onecopy.errors import ConfigError
 from onecopy.memory.device import available_bytes
 from onecopy.planner import estimate
@@ -51,12 +50,12 @@ class Choice:
     for the states that leave the devices, in a sentence; stages for which nothing is are not there.
     """
 
-    stage: int | None
-    memory: dict[int, Memory]
+    stage: int | str | None
+    memory: dict[int | str, Memory]
     capacity: int
     enough: int | None = None
     assumed: bool = False
-    outside: Mapping[int, str] = field(default_factory=dict)
+    outside: Mapping[int | str, str] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -69,7 +68,7 @@ class Choice:
         assert self.stage is not None, "what does not fit is refused"
         needs = {stage: one.total for stage, one in self.memory.items()}
         text = (
-            f'stage="auto" is stage {self.stage} ({TABLE[self.stage].name}): model states and '
+            f'stage="auto" is stage {self.stage} ({_cuts(self.stage)}): model states and '
             f"buffers take at most {_shown(needs[self.stage])} of {_shown(self.room)} a rank "
             f"({PERCENT} of {_shown(self.capacity)})"
         )
@@ -118,9 +117,10 @@ def choose_stage(
             "host's memory is shared by its ranks, and how much of it is free changes, so it is "
             "no ground for a choice"
         )
-    room = room_of(config, world, models, optimizer_of, possible_stages(config), nodes)
-    real = RealModels(models, optimizer_of, config)
     cluster = Cluster.of_nodes([len(one) for one in nodes or (world.ranks,)])
+    stages = possible_stages(config, cluster)
+    room = room_of(config, world, models, optimizer_of, stages, nodes)
+    real = RealModels(models, optimizer_of, config)
     decide = partial(_choose, real=real, cluster=cluster, config=config)
     choice = first_decides(world, (capacity, room), decide)
     if choice.stage is None:
@@ -137,7 +137,7 @@ def _choose(
     config: Config,
 ) -> Choice:
     rooms = [room for _, room in seen if room is not None]
-    memory = {stage: real.memory(stage, cluster) for stage in possible_stages(config)}
+    memory = {stage: real.memory(stage, cluster) for stage in possible_stages(config, cluster)}
     problems = {stage: shortage(rooms, stage, config) if rooms else None for stage in memory}
     choice = Choice(
         stage=None,
@@ -147,9 +147,12 @@ def _choose(
         outside={stage: text for stage, text in problems.items() if text is not None},
     )
 
-    def order(stage: int) -> tuple[object, ...]:
-        messages = estimate.elements_sent(stage, cluster.devices)
-        return preference(stage, cluster.devices, messages, memory[stage].total)
+    is_even = len(set(cluster.node_sizes)) == 1
+    node_size = cluster.devices_per_node if is_even else None
+
+    def order(stage: int | str) -> tuple[object, ...]:
+        sent = estimate.elements_in_hops(stage, cluster.devices, node_size=node_size)
+        return preference(stage, cluster, (sent.across, sent.total), memory[stage].total)
 
     fitting = [stage for stage in memory if memory[stage].total <= choice.room]
     fitting = [stage for stage in fitting if stage not in choice.outside]
@@ -187,6 +190,12 @@ def _refusal(choice: Choice, world_size: int, config: Config) -> str:
         f"{stage} needs least, {_shown(least.total)}: {parts}. Remedies: {', or '.join(remedies)}; "
         "a stage that is given as a number is not checked"
     )
+
+
+def _cuts(stage: int | str) -> str:
+    """The paper's name of a stage; how far each state is cut, where nodes matter."""
+    row = estimate.row_of(stage)
+    return row.cuts if row.needs_nodes else row.name
 
 
 def _shown(num_bytes: int) -> str:

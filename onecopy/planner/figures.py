@@ -196,12 +196,12 @@ def label(row: Row) -> str:
         marks += {"device": "", "host": "^", "nvme": "v"}[way.offload.parameters]
         if way.offload.gradients != way.offload.optimizer:
             marks += PLACES_OF_GRADIENTS[way.offload.gradients]
-    return f"stage {row.stage}{marks}"
+    return f"{way.name}{marks}"
 
 
 def name_of(row: Row) -> str:
     """The stage and the tier in words."""
-    return f"stage {row.stage}" + TIER_WORDS[row.way.tier]
+    return row.way.name + TIER_WORDS[row.way.tier]
 
 
 def _part(row: Row, kind: str) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from onecopy.config import DTYPE_NAMES, STAGES, Precision
+from onecopy.config import DTYPE_NAMES, HYBRIDS, STAGES, Precision
 from onecopy.errors import ConfigError
 from onecopy.options import (
     bytes_of,
@@ -31,6 +31,8 @@ OPTIMIZERS: dict[str, tuple[int, str]] = {
     "momentum": (1, "SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"),
     "sgd": (0, "SGD(model.parameters(), lr=0.1, fused=True)"),
 }
+# "hsdp" is another word for "mics".
+IN_NODES = ("hpz", "hfsdp", "mics")
 NODE = 8  # accelerators in one machine, where nothing else is said
 
 
@@ -123,8 +125,13 @@ class PlanOptions:
             choices=("auto", "on", "off"),
         ),
     )
-    stage: int | None = field(
-        default=None, metadata=describe("show only this stage", choices=tuple(STAGES))
+    stage: int | str | None = field(
+        default=None,
+        metadata=describe(
+            "show only this stage; mics, hfsdp and hpz cut some states inside nodes, and are shown "
+            "where --devices-per-node says how large these are",
+            choices=(*STAGES, *HYBRIDS),
+        ),
     )
     layers: int | None = field(
         default=None, metadata=describe("blocks of the model, where only its size is given")
@@ -166,6 +173,12 @@ class PlanOptions:
         """How many ranks there are."""
         per_node = self.devices_per_node or min(self.devices, NODE)
         return Cluster(devices=self.devices, devices_per_node=per_node)
+
+    @property
+    def stages(self) -> tuple[int | str, ...]:
+        """Those to compare; that cut states inside nodes where it is said how large these are."""
+        in_nodes = self.devices_per_node is not None and self.cluster.num_nodes > 1
+        return (*STAGES, *(IN_NODES if in_nodes else ()))
 
     @property
     def capacity(self) -> int:

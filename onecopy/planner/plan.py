@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from onecopy.config import STAGES, TIERS, Precision
-from onecopy.core.stages import STAGES as TABLE
+from onecopy.planner.estimate import row_of
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.recommend import Recommendation, advice_for, recommend
 from onecopy.planner.rows import ALL_HOST, ALL_NVME, HOST, NVME, Question, Row, Way, offloads
@@ -125,15 +125,18 @@ class Plan:
         """The ways that keep states in host memory, or on NVMe."""
         # Split masters keep half of each in the parameters, on the device.
         ways = [way for way in self._ways() if not way.is_lean]
+        if self.options.stage is None:
+            # The table is wide enough.
+            ways = [way for way in ways if way.stage in STAGES]
         for offload in offloads(tier, releases=True):
             for way in ways:
-                if offload in offloads(tier, releases=TABLE[way.stage].releases):
+                if offload in offloads(tier, releases=row_of(way.stage).releases):
                     yield replace(way, offload=offload)
 
     def _ways(self) -> Iterator[Way]:
         """Every way to train on devices alone, for each stage the one that takes most first."""
         options = self.options
-        stages = STAGES if options.stage is None else (options.stage,)
+        stages = options.stages if options.stage is None else (options.stage,)
         recompute = {"auto": (False, True), "on": (True,), "off": (False,)}
         choices = recompute[options.checkpoint_activations]
         if self.model.transformer is None and options.checkpoint_activations == "auto":
@@ -142,7 +145,7 @@ class Plan:
         for stage in stages:
             policies = [options.policy]
             # Split masters save something where 16-bit parameters stay.
-            if options.policy == Precision(compute="bf16") and not TABLE[stage].releases:
+            if options.policy == Precision(compute="bf16") and not row_of(stage).releases:
                 policies.append(replace(options.policy, master="bf16+16"))
             for policy in policies:
                 for again in choices:
@@ -205,6 +208,7 @@ def _row_as_dict(row: Row) -> dict[str, Any]:
         "fits_device": row.fits_device,
         "paper_state_bytes": row.paper,
         "sent": asdict(row.sent),
-        "messages": float(row.messages),
+        "messages": float(row.elements.total),
+        "messages_across": float(row.elements.across),
         "largest_model": row.largest,
     }

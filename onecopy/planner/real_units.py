@@ -15,6 +15,7 @@ from onecopy.planner.estimate import AnyStage
 from onecopy.planner.memory import Memory, Step, memory_of
 from onecopy.planner.modules import shapes_of, widths_of_dtypes
 from onecopy.planner.optimizers import num_states
+from onecopy.planner.options import IN_NODES
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sized import row_for, sized
 from onecopy.planner.staging import file_bytes
@@ -87,12 +88,17 @@ class RealModels:
         ]
 
 
-def possible_stages(config: Config) -> tuple[int, ...]:
-    """The stages that can be chosen: what ranks keep whole on their devices cannot be offloaded."""
+def possible_stages(config: Config, cluster: Cluster) -> tuple[int | str, ...]:
+    """The stages that can be chosen: what ranks keep whole on their devices cannot be offloaded.
+
+    Where there are several nodes, all of one size, those that cut some states inside them, too.
+    """
+    is_even = len(set(cluster.node_sizes)) == 1
+    stages = (*STAGES, *(IN_NODES if cluster.num_nodes > 1 and is_even else ()))
     offload = config.offload
     if not isinstance(offload, Offload) or offload.is_all_on_nvme or offload.parameters == "device":
-        return tuple(STAGES)
-    return tuple(stage for stage, cut in STAGES.items() if cut.releases)
+        return stages
+    return tuple(stage for stage in stages if row_for(stage, cluster).releases)
 
 
 def _rules_of(

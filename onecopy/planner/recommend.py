@@ -1,26 +1,31 @@
 """The fastest way that fits: which one, why, and how it is written.
 
 Fastest means, in this order: states on the device, then in host memory, then on NVMe; the fewest
-elements sent; parameters, then gradients in the fastest memory; no activation computed twice;
-masters in one piece; the optimizer's step shared out over the ranks; no gathers; the least memory.
+elements sent across nodes, then in all; parameters, then gradients in the fastest memory; no
+activation computed twice; masters in one piece; the optimizer's step shared out over the ranks; no
+gathers; the least memory.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from onecopy.config import TIERS, Config, Offload, Precision
-from onecopy.core.stages import STAGES
+from onecopy.config import STAGES, TIERS, Config, Offload, Precision
+from onecopy.planner.cluster import Cluster
 from onecopy.planner.memory import KINDS
-from onecopy.planner.options import OPTIMIZERS
+from onecopy.planner.options import IN_NODES, OPTIMIZERS
 from onecopy.planner.rows import NVME_PATH, Outside, Question, Row
+from onecopy.planner.sized import row_for
 from onecopy.planner.sources import Origin
 from onecopy.report.amounts import amount, unit_for
 
 __all__ = ["PLACES", "Recommendation", "advice_for", "preference", "recommend", "seconds"]
 
+# Where nothing else decides.
+ORDER = (*STAGES, *IN_NODES)
 PLACES = {"host": "in host memory", "nvme": "on NVMe"}
 
 
@@ -45,7 +50,7 @@ def recommend(question: Question, rows: Iterable[Row], origin: Origin) -> Recomm
         rows: all that were considered, also those that do not fit: they are reasons.
         origin: how code builds the model.
     """
-    considered = sorted(rows, key=lambda row: _order(row, question.options.devices))
+    considered = sorted(rows, key=lambda row: _order(row, question.options.cluster))
     fitting = [row for row in considered if row.fits]
     if not fitting:
         return None
@@ -60,11 +65,11 @@ def recommend(question: Question, rows: Iterable[Row], origin: Origin) -> Recomm
     )
 
 
-def _order(row: Row, devices: int) -> tuple[object, ...]:
+def _order(row: Row, cluster: Cluster) -> tuple[object, ...]:
     way = row.way
     order = preference(
         row.stage,
-        devices,
+        cluster,
         row.messages,
         row.memory.total,
         again=way.recompute,
@@ -79,9 +84,9 @@ def _order(row: Row, devices: int) -> tuple[object, ...]:
 
 
 def preference(
-    stage: int,
-    devices: int,
-    messages: Fraction,
+    stage: int | str,
+    cluster: Cluster,
+    messages: tuple[Fraction, Fraction],
     num_bytes: int,
     *,
     again: bool = False,
@@ -90,14 +95,16 @@ def preference(
     """The smaller, the faster: what ways to train are sorted by, in the order above.
 
     Args:
-        messages: elements sent per parameter and step. num_bytes: of memory.
+        messages: elements sent per parameter and step, across nodes and in all.
+        num_bytes: of memory.
         again: activations are computed twice. is_lean: masters are kept split.
     """
-    cut = STAGES[stage]
-    step = Fraction(1, devices) if cut.shards_anything else Fraction(1)
+    cut = row_for(stage, cluster)
+    step = Fraction(1, cluster.num_owners(cut.optimizer))
     # One device has nobody to share with: then nothing is cut.
-    least = num_bytes if devices > 1 else 0
-    return (messages, again, is_lean, step, cut.releases, least, stage)
+    least = num_bytes if cluster.devices > 1 else 0
+    place = ORDER.index(stage) if stage in ORDER else len(ORDER)
+    return (messages, again, is_lean, step, cut.releases, least, place)
 
 
 # Why --------------------------------------------------------------------------------------------
@@ -108,7 +115,7 @@ def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[st
     if way.offload is not None:
         yield from _reasons_for_offload(row, way.offload, considered)
     alike = [one for one in considered if one.way.tier == way.tier]
-    yield _reason_for_stage(row, alike, options.devices)
+    yield _reason_for_stage(row, alike, options.cluster)
     if way.recompute:
         if options.checkpoint_activations == "on":
             yield "activation checkpointing: as you asked"
@@ -148,7 +155,7 @@ def _reasons_for_offload(row: Row, offload: Offload, considered: list[Row]) -> I
         names.insert(1, "gradients")
     what = ", ".join(names[:-1]) + f" and {names[-1]}"
     yield (
-        f"offload: with all on the devices stage {least.stage} needs least, {_needs(least)}; with "
+        f"offload: with all on the devices {least.way.name} needs least, {_needs(least)}; with "
         f"{what} {PLACES[row.way.tier]} a device needs {_needs(row)}, and a rank moves "
         f"{_size(row.moved)} to and fro a step (docs/offload.md)"
     )
@@ -170,7 +177,7 @@ def _reasons_for_nvme(row: Row, considered: list[Row]) -> Iterable[str]:
     if above:
         least = min(above, key=lambda one: one.outside["host"].node)
         yield (
-            f"NVMe: in host memory stage {least.stage} takes "
+            f"NVMe: in host memory {least.way.name} takes "
             f"{_of_capacity(least.outside['host'])} of each node"
         )
     swapped = row.swapped
@@ -199,22 +206,25 @@ def _size(num_bytes: int) -> str:
     return f"{amount(num_bytes, unit)} {unit}"
 
 
-def _reason_for_stage(row: Row, considered: list[Row], devices: int) -> str:
-    cut = STAGES[row.stage]
-    what = f"stage {row.stage} ({cut.name})"
-    if devices == 1:
+def _reason_for_stage(row: Row, considered: list[Row], cluster: Cluster) -> str:
+    cut = row_for(row.stage, cluster)
+    what = row.way.name if cut.needs_nodes else f"{row.way.name} ({cut.name})"
+    if cluster.devices == 1:
         return f"{what}: one device sends nothing and has nobody to share states with"
-    sent = f"{what}: a rank sends {float(row.messages):.3g} times the model's elements a step"
-    cheaper = {one.stage: one for one in considered if one.messages < row.messages}
+    total, across = map(float, (row.elements.total, row.elements.across))
+    sent = f"{what}: a rank sends {total:.3g} times the model's elements a step"
+    if across:
+        sent += f", {across:.3g} of it across nodes"
+    cheaper = {one.way.name: one for one in considered if one.messages < row.messages}
     if cheaper:
         # The last one considered of each stage holds least.
-        needs = ", ".join(f"stage {stage} needs {_needs(one)}" for stage, one in cheaper.items())
+        needs = ", ".join(f"{name} needs {_needs(one)}" for name, one in cheaper.items())
         return f"{sent}; less does not fit: {needs}"
-    alike = sorted({one.stage for one in considered if one.messages == row.messages})
+    alike = sorted({str(one.stage) for one in considered if one.messages == row.messages})
     if len(alike) == 1:
         return f"{sent}, the least"
     return (
-        f"{sent}, the least; of the stages that send so little ({', '.join(map(str, alike))}) it "
+        f"{sent}, the least; of the stages that send so little ({', '.join(alike)}) it "
         "fits, shares out the optimizer's step, and holds least"
     )
 
@@ -229,7 +239,7 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
     options = question.options
     offloaded = [row for row in rows if row.way.offload is not None]
     least = min((row for row in rows if row.way.offload is None), key=lambda row: row.memory.total)
-    found = [f"stage {least.stage} comes nearest, with {_needs(least)}"]
+    found = [f"{least.way.name} comes nearest, with {_needs(least)}"]
     parts = least.memory.at_peak
     largest = max(parts, key=lambda kind: parts[kind])
     unit = unit_for(least.memory.total)
@@ -246,7 +256,7 @@ def advice_for(question: Question, rows: list[Row]) -> tuple[str, ...]:
         found.append("compute in 16 bit: --precision bf16")
     enough = _enough_devices(question, least)
     if enough:
-        found.append(f"{enough} devices like these would do at stage {least.stage}")
+        found.append(f"{enough} devices like these would do at {least.way.name}")
     found.append(
         "step_in_backward=True keeps no gradients (docs/memory-lean.md says what it asks of a loop)"
     )
@@ -261,7 +271,7 @@ def _with_offload(rows: list[Row]) -> Iterable[str]:
         on_device = [row for row in of_tier if row.fits_device]
         if of_tier and not on_device:
             least = min(of_tier, key=lambda row: row.memory.total)
-            yield f"with states {place} stage {least.stage} still needs {_needs(least)}"
+            yield f"with states {place} {least.way.name} still needs {_needs(least)}"
         if on_device:
             row = min(on_device, key=lambda row: sum(one.node for one in row.outside.values()))
             takes = [
@@ -270,7 +280,7 @@ def _with_offload(rows: list[Row]) -> Iterable[str]:
                 if not one.fits
             ]
             yield (
-                f"with states {place} stage {row.stage} fits on the devices, with {_needs(row)}, "
+                f"with states {place} {row.way.name} fits on the devices, with {_needs(row)}, "
                 f"but each node takes {' and '.join(takes)}"
             )
 
@@ -370,7 +380,8 @@ def _where(config: Config) -> list[str]:
 
 def _call(config: Config) -> list[str]:
     """The call of shard, in as many lines as it needs."""
-    settings = [f"stage={config.stage}", f"precision={_written(config.precision_policy)}"]
+    stage, precision = json.dumps(config.stage), _written(config.precision_policy)
+    settings = [f"stage={stage}", f"precision={precision}"]
     if isinstance(config.offload, Offload):
         settings.append(f"offload={config.offload.written()}")
     arguments = ["model", "optimizer", *settings]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from onecopy.config import Offload, Precision
 from onecopy.planner import estimate, papers
 from onecopy.planner.activations import Batch, activations_of
-from onecopy.planner.estimate import DiskTraffic
+from onecopy.planner.estimate import DiskTraffic, Elements
 from onecopy.planner.memory import Memory, Step, memory_of, moved_by, swapped_by
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
@@ -51,10 +51,15 @@ class Way:
     the device.
     """
 
-    stage: int
+    stage: int | str
     policy: Precision
     recompute: bool = False
     offload: Offload | None = None
+
+    @property
+    def name(self) -> str:
+        """The stage in words."""
+        return f"stage {self.stage}" if isinstance(self.stage, int) else self.stage
 
     @property
     def is_lean(self) -> bool:
@@ -130,7 +135,7 @@ class Row:
 
     memory: bytes on the device at the peak of a step. capacity: bytes that it has.
     paper: bytes of model states as the ZeRO paper counts them; None in full precision.
-    sent: bytes per step. messages: the same in elements per parameter, times (N-1)/N.
+    sent: bytes per step. elements: the same in elements per parameter.
     largest: parameters of the largest model of such blocks that fits; None where not even one
         block does, where the model has no repeated blocks, or where the capacity of the tier in
         which states lie is not said.
@@ -144,7 +149,7 @@ class Row:
     capacity: int
     paper: float | None
     sent: Sent
-    messages: Fraction
+    elements: Elements
     largest: int | None
     outside: Mapping[str, Outside] = field(default_factory=dict)
     moved: int = 0
@@ -152,8 +157,13 @@ class Row:
     seconds: Seconds = NOT_KNOWN
 
     @property
-    def stage(self) -> int:
+    def stage(self) -> int | str:
         return self.way.stage
+
+    @property
+    def messages(self) -> tuple[Fraction, Fraction]:
+        """What is sent, in elements per parameter: less across nodes is better, then in all."""
+        return self.elements.across, self.elements.total
 
     @property
     def fits_device(self) -> bool:
@@ -192,13 +202,18 @@ class Question:
         """What a way takes."""
         options, devices = self.options, self.options.devices
         widths = estimate.widths_of(way.policy, options.optimizer_states)
-        messages = estimate.elements_sent(way.stage, devices, options.accumulate)
+        node_size = options.cluster.devices_per_node
+        elements = estimate.elements_in_hops(
+            way.stage, devices, options.accumulate, node_size=node_size
+        )
         paper = None
         if widths.compute < estimate.FP32.compute:
             # The paper's K: the fp32 master and the optimizer's fp32 states.
             states = 4 + 4 * options.optimizer_states
             numel = self.shape.num_parameters
-            paper = estimate.paper_state_bytes(way.stage, numel, devices, states)
+            paper = estimate.paper_state_bytes(
+                way.stage, numel, devices, states, node_size=node_size
+            )
         memory = self.memory(way, self.shape)
         shape = self.shape.with_offload(way.offload)
         moved = moved_by(shape, way.stage, options.cluster, widths, options.accumulate)
@@ -209,7 +224,7 @@ class Question:
             capacity=options.capacity,
             paper=paper,
             sent=sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate),
-            messages=messages,
+            elements=elements,
             largest=self._largest(way),
             outside=self.outside(memory),
             moved=moved,

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["as_text", "print_largest", "print_plan"]
 
 
+WIDTH = 100
+
+
 def print_plan(console: Console, plan: Plan) -> None:
     """Print all of a plan."""
+    if not console.is_terminal:
+        # A file has no width of its own.
+        console.width = max(console.width, WIDTH)
     console.print(Text(heading(plan), style="bold"), soft_wrap=True)
     console.print()
     for part in parts(plan):
@@ -60,7 +66,7 @@ def print_largest(console: Console, settings: Mapping[str, Any], found: Sequence
 
 def as_text(plan: Plan) -> str:
     """The same as a string, without colours."""
-    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     print_plan(console, plan)
     assert isinstance(console.file, io.StringIO), "it was made here"
     return console.file.getvalue().rstrip()

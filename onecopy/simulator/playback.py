@@ -36,7 +36,7 @@ def _title(rehearsal: Rehearsal) -> str:
     found, way = rehearsal.simulation, rehearsal.row.way
     again = ", activations computed again" if way.recompute else ""
     return (
-        f"Simulated: stage {way.stage}{again}, one rank of {found.world_size:,}, "
+        f"Simulated: {way.name}{again}, one rank of {found.world_size:,}, "
         f"{shown(found.num_parameters)} parameters"
     )
 

@@ -78,6 +78,7 @@ def rehearse(plan: Plan, model: Any, batch: str | None = None) -> Rehearsal:
         optimizer=_maker_of(options.optimizer),
         backwards=options.accumulate,
         stage=row.stage,
+        node_size=options.cluster.devices_per_node,
         precision=row.way.policy,
     )
     return Rehearsal(row, simulation)
