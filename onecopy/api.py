@@ -18,7 +18,7 @@ from onecopy.comm import groups as comm_groups
 from onecopy.comm import link_speed
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
-from onecopy.comm.nodes import find_nodes, make_groups
+from onecopy.comm.nodes import find_machines, find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config, Offload, Quantize
@@ -92,6 +92,7 @@ class Ranks:
 
     world: Group
     nodes: tuple[tuple[int, ...], ...]
+    machines: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh | ImaginedWorld | None
     watchdog: Watchdog | None
 
@@ -175,6 +176,7 @@ def shard(
             comm_groups.check_backend(world, specs[0].device)
             check_equal(world, one, config, [_described(spec) for spec in specs])
         nodes = find_nodes(world, mesh, config.node_size)
+        machines = find_machines(world)
         config, choice = choose_stage(config, world, units, optimizer_of, nodes)
         if choice is None:
             check_room(config, world, units, optimizer_of, nodes)
@@ -183,7 +185,7 @@ def shard(
         announce(_one_node_too_few(config, nodes), world)
         config = _choose_quantize(config, world, nodes, units[0][0])
         for one, specs in zip(models, units, strict=True):
-            _shard_one(one, specs, Ranks(world, nodes, mesh, watchdog), config)
+            _shard_one(one, specs, Ranks(world, nodes, machines, mesh, watchdog), config)
     elif len(sharded) < len(models) or not optimizers:
         raise ShardingError(
             f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
@@ -485,7 +487,9 @@ def _shard_one(
     quantize = config.quantize if isinstance(config.quantize, Quantize) else None
     # Native collectives over all ranks know the links themselves.
     in_hops = stage.needs_nodes or not native or quantize is not None
-    groups = make_groups(world, stage.optimizer, ranks.nodes, in_hops=in_hops)
+    groups = make_groups(
+        world, stage.optimizer, ranks.nodes, machines=ranks.machines, in_hops=in_hops
+    )
     collectives = Collectives(
         groups,
         key=key,

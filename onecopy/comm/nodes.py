@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from onecopy.comm.groups import ImaginedWorld
+    from onecopy.comm.transport import Hop
 
-__all__ = ["Column", "Nodes", "find_nodes", "make_groups"]
+__all__ = ["Column", "Nodes", "find_machines", "find_nodes", "make_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,17 @@ class Nodes:
     inside: the ranks of its node.
     columns: the node parts that it handles.
     spans: for each rank of its node the slices of all parts that it handles.
+    inner: the nodes over which the ranks of `inside` are spread, where that is a group of several.
     """
 
     inside: Group
     columns: tuple[Column, ...]
     spans: tuple[range, ...]
+    inner: Nodes | None = None
+
+    def inside_hop(self, hop: Hop) -> Hop:
+        """The part of a hop over all ranks that goes between those of this node."""
+        return hop._replace(group=self.inside, numels=self.numels(hop.numels))
 
     def numels(self, of_slices: Sequence[int]) -> tuple[int, ...]:
         """How many elements each rank of this node handles."""
@@ -105,12 +113,17 @@ def find_nodes(
     ranks = world.ranks
     if node_size is not None:
         return tuple(ranks[low : low + node_size] for low in range(0, len(ranks), node_size))
+    return find_machines(world)
+
+
+def find_machines(world: Group) -> tuple[tuple[int, ...], ...]:
+    """The ranks that torchrun has started on each machine; one, where it has started none."""
     here = launched_node()
     if here is None or world.process_group is None:
-        return (ranks,)
-    of_rank = dict(zip(ranks, gather_objects(world, here), strict=True))
+        return (world.ranks,)
+    of_rank = dict(zip(world.ranks, gather_objects(world, here), strict=True))
     return tuple(
-        tuple(rank for rank in ranks if of_rank[rank] == node)
+        tuple(rank for rank in world.ranks if of_rank[rank] == node)
         for node in dict.fromkeys(of_rank.values())
     )
 
@@ -120,6 +133,7 @@ def make_groups(
     cut: str,
     nodes: tuple[tuple[int, ...], ...] = (),
     *,
+    machines: tuple[tuple[int, ...], ...] = (),
     in_hops: bool = False,
 ) -> Groups:
     """The groups of a model; a collective where there are nodes.
@@ -127,6 +141,8 @@ def make_groups(
     Args:
         cut: how far optimizer states are cut: "whole", "node" or "world".
         nodes: the ranks of each; none is one node.
+        machines: where a node group consists of several machines, the ranks of each: it gathers and
+            sums in two hops itself.
         in_hops: transfers over the world go across nodes first, then inside.
 
     Raises:
@@ -146,31 +162,51 @@ def make_groups(
             'nodes, as every node holds the same slices. Say stage="hpz" or "hfsdp", which cut '
             "them over all ranks, or give a node_size that divides the number of ranks"
         )
-    me = world.ranks[world.rank]
-    here = next(number for number, one in enumerate(nodes) if me in one)
-    parts = list(enumerate(parts_of(sizes)))
-    inside, columns_by_part = _subgroups(world, nodes)
+    of_nodes = _machines_in(nodes, machines) if in_hops else []
+    if of_nodes:
+        # In the order in which these hand on to each other what they get.
+        ordered = tuple(order_of_slices(one) for one in of_nodes)
+        of_node = of_nodes[_place_of(world.ranks[world.rank], nodes)]
+    else:
+        ordered, of_node = nodes, ()
+    inside, columns_by_part = _subgroups(world, ordered)
+    inner = _spread(inside, of_node) if of_node else None
     if cut == "node":
-        return Groups(inside, columns_by_part[inside.rank], world, node_ranks=nodes)
-    first_slices = [sum(sum(part.is_owner) for _, part in parts[:end]) for end, _ in parts]
-    first_slices.append(world.size)
+        return Groups(inside, columns_by_part[inside.rank], world, inner, nodes)
+    order = order_of_slices(ordered)
+    shard = Group(world.process_group, order, order.index(world.ranks[world.rank]), world.is_native)
+    return Groups(shard, alone, world, _spread(world, ordered, inner), nodes)
+
+
+def _machines_in(
+    nodes: tuple[tuple[int, ...], ...], machines: tuple[tuple[int, ...], ...]
+) -> list[tuple[tuple[int, ...], ...]]:
+    """The machines that each node group consists of; none unless all consist of as many alike."""
+    found = [tuple(one for one in machines if set(one) <= set(node)) for node in nodes]
+    are_whole = all(sum(one, ()) == node for one, node in zip(found, nodes, strict=True))
+    sizes = {tuple(len(one) for one in machines_of_node) for machines_of_node in found}
+    is_several = are_whole and len(sizes) == 1 and len(found[0]) > 1
+    return found if is_several else []
+
+
+def _place_of(rank: int, nodes: tuple[tuple[int, ...], ...]) -> int:
+    return next(place for place, one in enumerate(nodes) if rank in one)
+
+
+def _spread(group: Group, nodes: tuple[tuple[int, ...], ...], inner: Nodes | None = None) -> Nodes:
+    """How a group hands things on that is spread over nodes, for this rank."""
+    here, sizes = _place_of(group.ranks[group.rank], nodes), [len(one) for one in nodes]
+    inside, columns_by_part = _subgroups(group, nodes)
+    parts = parts_of(sizes)
+    firsts = list(accumulate((sum(part.is_owner) for part in parts), initial=0))
     columns = tuple(
-        Column(
-            columns_by_part[number],
-            range(first_slices[number], first_slices[number + 1]),
-            part.is_owner,
-        )
-        for number, part in parts
+        Column(columns_by_part[number], range(*firsts[number : number + 2]), part.is_owner)
+        for number, part in enumerate(parts)
         if part.handlers[here] == inside.rank
     )
     size, num_parts = inside.size, len(parts)
-    spans = tuple(
-        range(first_slices[one * num_parts // size], first_slices[(one + 1) * num_parts // size])
-        for one in range(size)
-    )
-    order = order_of_slices(nodes)
-    shard = Group(world.process_group, order, order.index(me), world.is_native)
-    return Groups(shard, alone, world, Nodes(inside, columns, spans), nodes)
+    borders = [firsts[place * num_parts // size] for place in range(size + 1)]
+    return Nodes(inside, columns, tuple(range(*pair) for pair in pairwise(borders)), inner)
 
 
 # By the group of the world, then by nodes: models share them.
@@ -192,10 +228,8 @@ def _subgroups(world: Group, nodes: tuple[tuple[int, ...], ...]) -> tuple[Group,
 def _make_subgroups(
     world: Group, nodes: tuple[tuple[int, ...], ...]
 ) -> tuple[Group, dict[int, Group]]:
-    me = world.ranks[world.rank]
-    here = next(number for number, one in enumerate(nodes) if me in one)
-    sizes = [len(one) for one in nodes]
-    inside = _subgroup(world, nodes[here])
+    me, sizes = world.ranks[world.rank], [len(one) for one in nodes]
+    inside = _subgroup(world, nodes[_place_of(me, nodes)])
     columns = {}
     for number, part in enumerate(parts_of(sizes)):
         ranks = [one[place] for one, place in zip(nodes, part.handlers, strict=True)]
@@ -208,7 +242,7 @@ def _make_subgroups(
 
 
 def _subgroup(world: Group, ranks: Sequence[int]) -> Group:
-    """Some ranks of the world, which all call this; ascending, as torch orders those of a group."""
+    """Some ranks of the world, which all call this."""
     place, made = ranks.index(world.ranks[world.rank]), None
     if world.process_group is not None:
         made = dist.new_group(list(ranks), use_local_synchronization=True)

@@ -25,6 +25,9 @@ from onecopy.config import Quantize
 
 __all__ = ["Quantized", "Transports", "transports_of"]
 
+# While so many values travel, the next are coded: enough that a message costs little.
+WINDOW_NUMEL = 1 << 19
+
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -80,11 +83,11 @@ class Quantized(Transport):
         if dtype not in CODED_DTYPES:
             return self._plain.num_bytes(hop, dtype)
         if not hop.exact:
-            return [self._coding.num_bytes(numel) for numel in hop.numels]
+            return [self._coding.num_bytes(numel) for numel in hop.lengths]
         exact = (_numel(hop.exact_of(place)) * dtype.itemsize for place in range(hop.group.size))
         return [
             self._coding.num_bytes(numel, exact_bytes)
-            for numel, exact_bytes in zip(hop.numels, exact, strict=True)
+            for numel, exact_bytes in zip(hop.lengths, exact, strict=True)
         ]
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
@@ -117,7 +120,7 @@ class Quantized(Transport):
         received = Parts(_bytes(sum(incoming), buffer.device), incoming)
         sizes[rank] = 0
         sent = Parts(_bytes(sum(sizes), buffer.device), sizes)
-        parts = buffer.split_with_sizes(list(hop.numels))
+        parts = hop.split(buffer)
         for place, (part, payload) in enumerate(zip(parts, sent.each, strict=True)):
             if place != rank:
                 self._encode(part, hop.exact_of(place), payload, (hop.tag, group.ranks, place))
@@ -128,6 +131,11 @@ class Quantized(Transport):
             return self._sum(parts[rank], received.each, mean, hop)
 
         return wait
+
+    @property
+    def window_numel(self) -> int:
+        """How much of a slice is coded and sent at a time, where further hops follow."""
+        return -(-WINDOW_NUMEL // self._coding.block) * self._coding.block
 
     def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish:
         return self._plain.exchange(received, sent, hop)

@@ -57,12 +57,16 @@ class Division(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One exchange inside one group, of a buffer divided into its ranks' slices."""
+    """One exchange inside one group, of a buffer divided into its ranks' slices.
+
+    window: only these elements of each slice, where it has them (Quantized alone can do it).
+    """
 
     group: Group
     numels: Sequence[int]
     tag: int
     exact: Sequence[tuple[int, int]] = ()
+    window: tuple[int, int] | None = None
 
     @property
     def is_even(self) -> bool:
@@ -70,9 +74,28 @@ class Hop(NamedTuple):
         return self.numels.count(self.numels[0]) == len(self.numels)
 
     def exact_of(self, place: int) -> list[tuple[int, int]]:
-        """What is exact in the slice of one rank, counted from its start."""
-        low = sum(self.numels[:place])
-        return Division(self.numels, self.exact).exact_between(low, low + self.numels[place])
+        """What is exact of that in the slice of one rank, counted from its start."""
+        low, (first, last) = sum(self.numels[:place]), self.range_of(place)
+        return Division(self.numels, self.exact).exact_between(low + first, low + last)
+
+    def range_of(self, place: int) -> tuple[int, int]:
+        """First and last + 1 element that are exchanged of the slice of one rank."""
+        numel = self.numels[place]
+        if self.window is None:
+            return 0, numel
+        return min(self.window[0], numel), min(self.window[1], numel)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many elements are exchanged of each slice."""
+        ranges = (self.range_of(place) for place in range(self.group.size))
+        return [last - first for first, last in ranges]
+
+    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """What is exchanged of each slice."""
+        parts = buffer.split_with_sizes(list(self.numels))
+        ranges = (self.range_of(place) for place in range(self.group.size))
+        return [part[first:last] for part, (first, last) in zip(parts, ranges, strict=True)]
 
 
 def parts_to_sum(numels: Sequence[int]) -> Sequence[int]:
