@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.rank import RELEASE, RankError, RankWarning, Task, serve
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 START_TIMEOUT = 180.0  # seconds: a first import of torch on a busy machine
 SETTLE_TIMEOUT = 30.0  # seconds: to destroy a group, on a busy machine
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -233,8 +233,9 @@ class Hops:
         """Pieces of what each rank handles, the same for ranks that handle the same elsewhere."""
         inside = self._transports.inside
         are_equal = len({len(one) for one in self._groups.node_ranks}) == 1
-        is_coded = isinstance(inside, Quantized) and near.group.size > 1
-        if self._spread is None or self._spread.inner is not None or not (is_coded and are_equal):
+        if not isinstance(inside, Quantized) or near.group.size == 1 or not are_equal:
+            return [None]
+        if self._spread is None or self._spread.inner is not None:
             return [None]
         longest, step = max(near.numels), inside.window_numel
         if longest <= step:
