@@ -184,19 +184,15 @@ class Hops:
     ) -> Started:
         """Near, then far: the owner's slice of the mean of all ranks."""
         near = self._near_hop(into.hop)
-        windows = self._windows(near)
-        transfers = [
-            self._reduce_window(buffer, into, near._replace(window=window), names, node_sum)
-            for window in windows
+        pieces = [
+            near if window is None else near._replace(window=window, begin=window[0])
+            for window in self._windows(near)
         ]
-        sent = [
-            one
-            for window in windows
-            for one in (
-                *self._sent_near(near._replace(window=window), into),
-                *self._sent_far(into, window),
-            )
-        ]
+        transfers = [self._reduce_window(buffer, into, one, names, node_sum) for one in pieces]
+        sent: list[Sent] = []
+        for one in pieces:
+            sent += self._sent_near(one, into)
+            sent += self._sent_far(into, one.window)
         return _in_windows(transfers), *self._counted(sent)
 
     def reduce_inside(
@@ -409,7 +405,8 @@ def _column_hops(hop: Hop, nodes: Nodes, window: tuple[int, int] | None = None) 
             numels.append(max(0, min(low + numel, last) - max(low, first)))
             low += numel
         exact = Division(hop.numels, hop.exact).exact_between(begin, begin + sum(numels))
-        hops.append(Hop(column.group, tuple(numels), hop.tag, exact))
+        start = 0 if window is None else window[0]
+        hops.append(Hop(column.group, tuple(numels), hop.tag, exact, begin=start))
     return hops
 
 

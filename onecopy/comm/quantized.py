@@ -123,7 +123,9 @@ class Quantized(Transport):
         parts = hop.split(buffer)
         for place, (part, payload) in enumerate(zip(parts, sent.each, strict=True)):
             if place != rank:
-                self._encode(part, hop.exact_of(place), payload, (hop.tag, group.ranks, place))
+                self._encode(
+                    part, hop.exact_of(place), payload, (hop.tag, hop.begin, group.ranks, place)
+                )
         finish = self._plain.exchange(received, sent, hop)
 
         def wait() -> torch.Tensor:

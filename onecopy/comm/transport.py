@@ -60,6 +60,7 @@ class Hop(NamedTuple):
     """One exchange inside one group, of a buffer divided into its ranks' slices.
 
     window: only these elements of each slice, where it has them (Quantized alone can do it).
+    begin: where the window begins that this is made of: tells the hops of one transfer apart.
     """
 
     group: Group
@@ -67,6 +68,7 @@ class Hop(NamedTuple):
     tag: int
     exact: Sequence[tuple[int, int]] = ()
     window: tuple[int, int] | None = None
+    begin: int = 0
 
     @property
     def is_even(self) -> bool:
