@@ -55,7 +55,7 @@ ONECOPY: dict[str, dict[str, Any]] = {
     "qgz": {"stage": 3, "quantize": Quantize(weights=None)},
     "zero++": {"stage": "hpz", "quantize": Quantize()},
     "auto": {"stage": 3, "quantize": "auto"},
-    "hpz auto": {"stage": "hpz", "quantize": "auto"},
+    "hpz-auto": {"stage": "hpz", "quantize": "auto"},
 }
 
 

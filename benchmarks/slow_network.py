@@ -46,7 +46,7 @@ PAPER = {
     "qgz": Zeropp(gradients=INT4),
     "zero++": Zeropp(weights=INT8, gradients=INT4, secondary=True),
 }
-DEFAULT = ("onecopy-3", "fsdp2", "hsdp", "mics", "hpz", "qwz", "qgz", "zero++", "auto")
+DEFAULT = ("onecopy-3", "fsdp2", "hsdp", "mics", "hpz", "qwz", "qgz", "zero++", "auto", "hpz-auto")
 CHOICES = ("fsdp2", "hsdp", *ONECOPY)
 UNLIMITED = 0.0
 # Losses in nats: sums of other orders, and those of decoded values.

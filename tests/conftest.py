@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from tests.pool import Pool
+from tests.pool import RANK_ENVIRONMENT, Pool
 
 T = TypeVar("T")
 Sampler = Callable[..., list[T]]
@@ -162,6 +162,13 @@ def _one_thread() -> None:
     except ImportError:
         return
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def rank_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a test launches are set up as those of the pool are."""
+    for name, value in RANK_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

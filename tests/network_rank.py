@@ -15,7 +15,6 @@ import onecopy.events
 from benchmarks.network import Counters, settled
 
 WIDTH, BLOCKS, BATCH = 512, 4, 4
-NUM_PARAMETERS = BLOCKS * (WIDTH * WIDTH + WIDTH)
 # The first steps also record the schedule, which takes messages of its own.
 WARM_STEPS, STEPS = 2, 3
 
@@ -26,6 +25,12 @@ class Step:
 
     counted: int
     seen: Counters
+
+
+def make_model() -> nn.Module:
+    """BLOCKS MiB in fp32."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
 
 
 def train(
@@ -46,8 +51,7 @@ def train(
 
 
 def _train(settings: Mapping[str, Any], backwards: int) -> list[Step]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     onecopy.shard(model, optimizer, **settings)
     batch = torch.randn(BATCH, WIDTH)

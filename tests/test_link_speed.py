@@ -14,7 +14,7 @@ import onecopy
 from benchmarks.network import CannotMakeNodesError, network
 from onecopy.comm.link_speed import COST_SHARE, HopTimes
 from onecopy.config import Config, Quantize
-from tests.pool import RANK_ENVIRONMENT, Pool
+from tests.pool import Pool
 
 PLAIN_BYTES = 1 << 20
 
@@ -67,9 +67,8 @@ def test_all_ranks_decide_alike(pool: Pool, stage: int | str) -> None:
     assert all(other == first for other in others)
 
 
-def test_a_slow_link_wants_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in RANK_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("rank_environment")
+def test_a_slow_link_wants_codes() -> None:
     try:
         with network(ranks=(1, 1), megabits=20) as nodes:
             configs = nodes.launch(choice, 3, None)

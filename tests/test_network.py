@@ -1,4 +1,4 @@
-"""What crosses from node to node in a step is what the events say, and what the paper says.
+"""What crosses from node to node in a step is what planner and events say, and what papers say.
 
 Four ranks on two nodes of benchmarks/network.py: the wire between the nodes carries nothing else,
 and the kernel counts it in both directions. Its bytes have headers, 66 for each packet (Ethernet
@@ -10,7 +10,8 @@ reading: those are measured by a reading of nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -19,14 +20,20 @@ import pytest
 
 from benchmarks.network import CannotMakeNodesError, Network, network
 from onecopy.config import Quantize
+from onecopy.planner.cluster import Cluster
+from onecopy.planner.estimate import DTYPE_BYTES, widths_of
+from onecopy.planner.modules import units_of
+from onecopy.planner.options import PlanOptions
 from onecopy.planner.papers import Quantized, Zeropp
-from tests.network_rank import NUM_PARAMETERS, train
-from tests.pool import RANK_ENVIRONMENT
+from onecopy.planner.shapes import ModelShape
+from onecopy.planner.traffic import sent_by
+from tests.network_rank import make_model, train
 
-RANKS = (2, 2)
+pytestmark = pytest.mark.usefixtures("rank_environment")
+
 MEGABITS = 1000  # slower than the kernel, which drops packets where the receiver gets no turn
 TOLERANCE = 1.03
-# Padding and the flags that ride along with gradients.
+# Padding, and the flags that ride along with gradients: the planner has them, papers have not.
 ROUNDING = 0.002
 
 
@@ -39,81 +46,122 @@ class Way:
 
     name: str
     times: Fraction | int
-    settings: dict[str, Any]
+    stage: int | str
+    precision: str = "fp32"
+    quantize: Quantize | None = None
     backwards: int = 1
 
     @property
-    def expected(self) -> float:
-        """Bytes that each of the two nodes sends: it has one half of everything."""
-        itemsize = 2 if self.settings.get("precision") == "bf16" else 4
-        return float(self.times * NUM_PARAMETERS * itemsize / 2)
+    def settings(self) -> dict[str, Any]:
+        """Of shard."""
+        return {"stage": self.stage, "precision": self.precision, "quantize": self.quantize}
+
+    def in_paper(self, num_nodes: int) -> float:
+        """Bytes that each node sends to all others together."""
+        numel = sum(parameter.numel() for parameter in make_model().parameters())
+        whole = self.times * numel * DTYPE_BYTES[self.precision]
+        return float(whole * (num_nodes - 1) / num_nodes)
+
+    def planned(self, ranks: tuple[int, ...], node: int) -> int:
+        """The same by the planner, which also counts padding and what rides along."""
+        size = ranks[0]
+        options = PlanOptions(precision=self.precision)
+        shape = ModelShape(name="", units=units_of(make_model(), options))
+        cluster = Cluster(devices=sum(ranks), devices_per_node=size)
+        widths = widths_of(options.policy, 2)
+        arguments = (shape, self.stage, cluster, widths, self.backwards)
+        sent = (
+            sent_by(*arguments, rank=rank, quantize=self.quantize)
+            for rank in range(node * size, (node + 1) * size)
+        )
+        return sum(one.across for one in sent)
 
 
 HPZ = Zeropp(secondary=True)
 INT8, INT4 = Quantized(bits=8, block=2048), Quantized(bits=4, block=2048)
+ZEROPP = Zeropp(weights=INT8, gradients=INT4, secondary=True)
 WAYS = [
-    Way(name="ZeRO-3", times=Zeropp().across_nodes(), settings={"stage": 3}),
-    Way(
-        name="ZeRO-3 in bf16, twice",
-        times=Zeropp().across_nodes(2),
-        settings={"stage": 3, "precision": "bf16"},
-        backwards=2,
-    ),
-    Way(name="ZeRO-2", times=2, settings={"stage": 2}),
+    Way(name="ZeRO-2", times=2, stage=2),
     # One sum to a rank of each node, and its mean back to all, neither of them in hops.
-    Way(name="ZeRO-0", times=4, settings={"stage": 0}),
-    Way(name="hpZ, twice", times=HPZ.across_nodes(2), settings={"stage": "hpz"}, backwards=2),
+    Way(name="ZeRO-0", times=4, stage=0),
+    Way(name="ZeRO-3", times=Zeropp().across_nodes(2), stage=3, backwards=2),
+    Way(name="hpZ", times=HPZ.across_nodes(2), stage="hpz", backwards=2),
     # Once a step, however many backwards there are: the sum and its mean, or the sum and values.
-    Way(name="MiCS, twice", times=2, settings={"stage": "mics"}, backwards=2),
-    Way(name="HFSDP, twice", times=2, settings={"stage": "hfsdp"}, backwards=2),
+    Way(name="MiCS", times=2, stage="mics", backwards=2),
+    Way(name="HFSDP", times=2, stage="hfsdp", backwards=2),
     Way(
         name="qwZ",
         times=Zeropp(weights=INT8).across_nodes(),
-        settings={"stage": 3, "precision": "bf16", "quantize": Quantize(gradients=None)},
+        stage=3,
+        precision="bf16",
+        quantize=Quantize(gradients=None),
     ),
     Way(
         name="qgZ",
         times=Zeropp(gradients=INT4).across_nodes(),
-        settings={"stage": 3, "precision": "bf16", "quantize": Quantize(weights=None)},
+        stage=3,
+        precision="bf16",
+        quantize=Quantize(weights=None),
     ),
     Way(
         name="ZeRO++",
-        times=Zeropp(weights=INT8, gradients=INT4, secondary=True).across_nodes(),
-        settings={"stage": "hpz", "precision": "bf16", "quantize": Quantize()},
+        times=ZEROPP.across_nodes(),
+        stage="hpz",
+        precision="bf16",
+        quantize=Quantize(),
     ),
 ]
 
 
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    """Two nodes of two ranks."""
-    for name, value in RANK_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    try:
-        with network(RANKS, MEGABITS) as made:
-            yield made
-    except CannotMakeNodesError as reason:
-        pytest.skip(f"there can be no network of namespaces: {reason}")
+@contextmanager
+def nodes_of(ranks: tuple[int, ...]) -> Iterator[Network]:
+    """Nodes with so many ranks each, or no test."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(network(ranks, MEGABITS))
+        except CannotMakeNodesError as reason:
+            pytest.skip(f"there can be no network of namespaces: {reason}")
+        yield made
 
 
-def test_bytes_between_nodes(nodes: Network) -> None:
-    """The paper's count, the events' and the kernel's: of each step, in both directions."""
-    ranks = nodes.launch(train, [(way.settings, way.backwards) for way in WAYS])
-    for number, way in enumerate(WAYS):
-        steps = list(zip(*(ways[number] for _, ways in ranks), strict=True))
+def test_bytes_between_nodes() -> None:
+    """The planner's count, the events' and the kernel's: of each step, in both directions."""
+    with nodes_of((2, 2)) as nodes:
+        check(nodes, WAYS)
+
+
+@pytest.mark.slow
+def test_bytes_between_three_nodes() -> None:
+    """Joined by a bridge. Each node sends as much to the one as to the other."""
+    with nodes_of((1, 1, 1)) as nodes:
+        check(nodes, [way for way in WAYS if way.stage in (2, 3)])
+
+
+def check(nodes: Network, ways: Sequence[Way]) -> None:
+    """Train in each way, and compare."""
+    found = nodes.launch(train, [(way.settings, way.backwards) for way in ways])
+    for number, way in enumerate(ways):
+        steps = list(zip(*(steps[number] for _, steps in found), strict=True))
+        planned = [way.planned(nodes.ranks, node) for node in range(len(nodes.ranks))]
+        # What reaches a node is one share of what each of the others sends.
+        arriving = [sum(planned) - own for own in planned]
+        arriving = [num_bytes // (len(planned) - 1) for num_bytes in arriving]
+        assert planned == pytest.approx([way.in_paper(len(planned))] * len(planned), rel=ROUNDING)
         for of_ranks in steps:
-            counted = [sum(one.counted for one in of_ranks[node : node + 2]) for node in (0, 2)]
-            assert counted == pytest.approx([way.expected] * 2, rel=ROUNDING), way.name
-        for rank, (reading, _) in enumerate(ranks):
+            counted = [0] * len(planned)
+            for rank, step in enumerate(of_ranks):
+                counted[nodes.node_of(rank)] += step.counted
+            assert counted == planned, way.name
+        for rank, (reading, _) in enumerate(found):
             here = nodes.node_of(rank)
             seen = [of_ranks[rank].seen for of_ranks in steps]
             sent = [one.sent_payload - reading.sent_payload for one in seen]
             received = [one.received_payload - reading.received_payload for one in seen]
-            check(way, sent, counted[here])
-            check(way, received, counted[1 - here])
+            assert_near(way, sent, planned[here])
+            assert_near(way, received, arriving[here])
 
 
-def check(way: Way, seen: list[int], counted: int) -> None:
+def assert_near(way: Way, seen: list[int], counted: int) -> None:
     """In each step as much as was counted; TCP may repeat what a busy receiver has not confirmed.
 
     That can only add, so the least of some equal steps is what they send.

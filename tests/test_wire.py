@@ -26,8 +26,9 @@ import pytest
 
 import onecopy
 from benchmarks.network import HEADER_BYTES, WIRE, CannotMakeNodesError, network
-from tests.pool import RANK_ENVIRONMENT
 from tests.wire_rank import STAGES, Traffic, train_at_every_stage
+
+pytestmark = pytest.mark.usefixtures("rank_environment")
 
 LOOPBACK_HEADER_BYTES = 52
 TOLERANCE = 1.03
@@ -36,12 +37,6 @@ LOOPBACK_READINGS = 3
 # Slower than the kernel could be: it would drop packets where the receiver has no turn, and repeat
 # them.
 MEGABITS = 1000
-
-
-@pytest.fixture(autouse=True)
-def _environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in RANK_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 def test_the_interface_has_sent_what_was_counted(alone: Callable[[], None]) -> None:
