@@ -222,6 +222,9 @@ INT8, INT4 = Quantized(bits=8), Quantized(bits=4)
         (Zeropp(weights=INT8), 2),
         (Zeropp(secondary=True), 2),
         (Zeropp(gradients=INT4), 2.25),
+        (Zeropp(weights=INT8, secondary=True), 1.5),
+        (Zeropp(weights=INT8, gradients=INT4), 1.25),
+        (Zeropp(gradients=INT4, secondary=True), 1.25),
         (Zeropp(weights=INT8, gradients=INT4, secondary=True), 0.75),
     ],
 )

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from onecopy.planner import estimate
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.modules import units_of
 from onecopy.planner.options import PlanOptions
-from onecopy.planner.shapes import ModelShape
+from onecopy.planner.papers import Quantized, Zeropp
+from onecopy.planner.shapes import ModelShape, UnitShape
 from onecopy.planner.sharded import ModelTraffic, model_traffic
 from onecopy.planner.traffic import Sent, sent_by
 from onecopy.simulator.simulate import simulate
@@ -193,3 +195,49 @@ def test_simulated_ranks_send_what_the_planner_says(
         precision="bf16",
     )
     assert of(found.events) == planned_for(stage, cluster, "bf16", 2, rank=rank)
+
+
+# The table of docs/slow-networks.md -------------------------------------------------------------
+
+
+def test_what_each_choice_costs() -> None:
+    """Each cell, from bytes of a model of 2^30 parameters in 32 equal units."""
+    text = (Path(__file__).parent.parent / "docs/slow-networks.md").read_text()
+    _, table = text.split("| stage | bytes per parameter | across, 1 |")
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:]]
+    numel, cluster = 1 << 30, Cluster(devices=64, devices_per_node=8)
+    shape = ModelShape(name="", units=(UnitShape(name="", numels=(numel // 32,), count=32),))
+    assert [row[0] for row in rows] == ["2", "3", "hpz", "hfsdp", "mics"]
+    for name, *cells in rows:
+        stage = int(name) if name.isdigit() else name
+        held = estimate.state_bytes(stage, numel, 64, estimate.BF16, node_size=8).total
+        found = [held / numel]
+        for hop, backwards in (("across", 1), ("across", 4), ("inside", 1)):
+            share = {"across": 7 / 64, "inside": 7 / 8}[hop] * 2 * numel
+            for quantize in (None, Quantize()):
+                sent = sent_by(shape, stage, cluster, estimate.BF16, backwards, quantize=quantize)
+                found.append(getattr(sent, hop) / share)
+        assert found == pytest.approx([float(cell) for cell in cells], rel=0.005), name
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("gradients", [None, "int4"])
+@pytest.mark.parametrize("stage", [3, "hpz"])
+@pytest.mark.parametrize("backwards", [1, 4])
+def test_the_papers_volumes_are_ours(
+    stage: int | str, weights: str | None, gradients: str | None, backwards: int
+) -> None:
+    """Every combination of qwZ, hpZ and qgZ of ZeRO++, within padding, flags and scales of 1 %."""
+    numel, cluster = 1 << 24, Cluster(devices=64, devices_per_node=8)
+    shape = ModelShape(name="", units=(UnitShape(name="", numels=(numel,)),))
+    quantize = None
+    if weights or gradients:
+        quantize = Quantize(weights=weights, gradients=(None, gradients) if gradients else None)
+    sent = sent_by(shape, stage, cluster, estimate.BF16, backwards, quantize=quantize)
+    paper = Zeropp(
+        weights=Quantized(bits=8) if weights else None,
+        gradients=Quantized(bits=4) if gradients else None,
+        secondary=stage == "hpz",
+    )
+    volume = float(paper.across_nodes(backwards)) * 2 * numel * 7 / 64
+    assert sent.across == pytest.approx(volume, rel=0.01)
