@@ -23,6 +23,8 @@ __all__ = ["Config", "Offload", "Precision", "Quantize"]
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "bf16+16", "bf16")
 AUTO = "auto"
+# The codes of the paper, which are the defaults of Quantize.
+ZEROPP = "zero++"
 # How far a state is cut, from not at all on; a stage says it of parameters, gradients and optimizer
 # states.
 CUTS = ("whole", "node", "world")
@@ -353,8 +355,8 @@ class Config:
         these and, at stage 3, parameters on a drive; None keeps all on the device. See
         docs/offload.md.
     quantize: a `Quantize`: gradients, and parameters that travel far, are sent in fewer bits.
-        "auto" lets `shard` decide from the speed of the network; None sends everything as it is.
-        See docs/slow-networks.md.
+        "zero++" is that with its defaults, those of the paper; "auto" lets `shard` decide from the
+        speed of the network; None sends everything as it is. See docs/slow-networks.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -394,8 +396,7 @@ class Config:
             _check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))
         self._take_offload()
-        if not isinstance(self.quantize, Quantize):
-            _check_choice("quantize", self.quantize, (AUTO, None))
+        self._take_quantize()
         if self.units is not None:
             object.__setattr__(self, "units", _names("units", self.units))
         object.__setattr__(self, "keep_gathered", _names("keep_gathered", self.keep_gathered))
@@ -419,6 +420,12 @@ class Config:
                     'step_in_backward="two-pass" measures the gradients in order to clip them: '
                     "give max_grad_norm too, or say step_in_backward=True"
                 )
+
+    def _take_quantize(self) -> None:
+        if not isinstance(self.quantize, Quantize):
+            _check_choice("quantize", self.quantize, (AUTO, ZEROPP, None))
+        if self.quantize == ZEROPP:
+            object.__setattr__(self, "quantize", Quantize())
 
     def _take_offload(self) -> None:
         if isinstance(self.offload, str):

@@ -23,6 +23,7 @@ CONFIGS = [
     ),
     Config(quantize="auto"),
     Config(quantize=Quantize()),
+    Config(quantize="zero++"),
     Config(quantize=Quantize(weights=None, gradients=(None, "fp8"), block=64)),
     Config(quantize=Quantize(weights="int4", gradients=None)),
 ]
@@ -55,7 +56,7 @@ def test_short_forms_are_read() -> None:
         ("stage 2\n", "the text is not TOML"),
         ("stall_seconds = -1\n", "stall_seconds=-1: give seconds, or None"),
         ("stall_seconds = 'long'\n", "stall_seconds='long': give seconds, or None"),
-        ("quantize = 'int8'\n", "quantize='int8' is not one of 'auto', None"),
+        ("quantize = 'int8'\n", r"quantize='int8' is not one of 'auto', 'zero\+\+', None"),
         ("[quantize]\nweights = 'int6'\n", r"quantize\.weights='int6' is not one of 'int8'"),
         ("[quantize]\ngradients = 'int8'\n", "give two codes, inside a node and across nodes"),
         ("[quantize]\ngradients = ['int8', 'int']\n", "across nodes,='int' is not one of"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onecopy.config import AUTO, HYBRIDS, STAGES, Config
+from onecopy.config import AUTO, HYBRIDS, STAGES, ZEROPP, Config
 from onecopy.errors import ConfigError
 from onecopy.options import check_choices, check_least, describe
 
@@ -31,6 +31,14 @@ class TrainOptions:
         default=None,
         metadata=describe(
             "how many processes are in one node; without it, what torchrun says", metavar="N"
+        ),
+    )
+    quantize: str | None = field(
+        default=None,
+        metadata=describe(
+            "send parameters and gradients in fewer bits: zero++ as the paper does, auto where "
+            "the network is slow enough; without it, as they are",
+            choices=(ZEROPP, AUTO),
         ),
     )
     memory: str | None = field(

@@ -48,6 +48,7 @@ class TrainResult:
     """What a run measured, equal on all ranks. Bits are per held-out byte, averaged over ranks."""
 
     stage: int | str
+    is_quantized: bool
     node_sizes: tuple[int, ...]  # how many ranks each node has
     held_out_bits: dict[int, float]  # by the number of steps done
     unigram_bits: float
@@ -120,6 +121,7 @@ def _train(
         memory=options.memory,
         node_size=options.node_size,
         precision=options.precision,
+        quantize=options.quantize,
     )
     engine: Engine = handle.of(model).engine
     options = replace(options, stage=engine.config.chosen_stage, memory=None)
@@ -136,6 +138,7 @@ def _train(
     observed = observer.finish()
     return TrainResult(
         stage=options.stage,
+        is_quantized=engine.config.quantize is not None,
         node_sizes=tuple(map(len, engine.collectives.groups.node_ranks)) or (shard.world_size,),
         held_out_bits=observed.held_out_bits,
         unigram_bits=data.unigram_bits(corpus),
@@ -350,4 +353,7 @@ def _show_bytes_sent(
     formula = {
         kind: int(times.total * result.padded_numel * width) for kind, times in elements.items()
     }
-    tables.print_bytes_sent(console, result.bytes_per_step, formula, "Sent to other ranks")
+    title = "Sent to other ranks"
+    if result.is_quantized:
+        title += "; the formula is for values that are sent as they are"
+    tables.print_bytes_sent(console, result.bytes_per_step, formula, title)
