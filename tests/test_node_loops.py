@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import onecopy
 from onecopy.errors import DivergenceError
+from onecopy.memory import buffers
 from onecopy.report.run_folder import read_run
 from tests.pool import Pool
 
@@ -336,6 +338,28 @@ def one_backward_and(do: Callable[[Loop], None], loop: Loop) -> None:
 def test_gradients_before_the_boundary(pool: Pool, stage: str, do: Callable[[Loop], None]) -> None:
     for found in pool.run(4, both, partial(one_backward_and, do), stage):
         are_equal(found)
+
+
+def in_poisoned_memory(stage: int | str) -> list[Any]:
+    """Train with codes where memory that nobody has written to is not a number."""
+    grow = buffers.grow
+
+    def poisoned(tensor: Tensor) -> None:
+        grow(tensor)
+        tensor.fill_(float("nan"))
+
+    with mock.patch.object(buffers, "grow", poisoned):
+        loop = Loop(stage, quantize=onecopy.Quantize())
+        loop.step()
+        loop.step(3)
+    return loop.end()
+
+
+@pytest.mark.parametrize("stage", [3, "hfsdp"])
+def test_what_lies_between_gradients_is_not_coded(pool: Pool, stage: int | str) -> None:
+    """It would be in the scale of a block, and one that is not finite makes its block so."""
+    for found in pool.run(4, in_poisoned_memory, stage):
+        assert all(torch.as_tensor(one).isfinite().all() for one in found)
 
 
 def recorded(folder: Path) -> None:

@@ -147,6 +147,12 @@ class Collectives:
         return Pending(*self._hops.gather(flat, own, hop, names, weights, secondary=secondary))
 
     @property
+    def quantizes_gradients(self) -> bool:
+        """Blocks of what is reduced are coded together, whatever lies in them."""
+        transports = self._transports.inside, self._transports.across
+        return any(isinstance(one, Quantized) for one in transports)
+
+    @property
     def quantizes_values(self) -> bool:
         """What `gather_values` collects is not always what the owners have."""
         is_alone = self.groups.shard.size == 1

@@ -62,6 +62,8 @@ class Gradients:
             else None
             for spans, parameter in zip(layout.spans, unit.parameters, strict=True)
         ]
+        # What lies between parameters, where it would count in the scale of a block.
+        self._gaps = _gaps(self.buffer, layout) if collectives.quantizes_gradients else []
         self.mean: OwnedMean = OwnedMean(unit, dtypes.reduce)
         self._sum_dtype = dtypes.sums
         self._all = frozenset(index for index, parts in enumerate(layout.spans) if parts)
@@ -201,6 +203,8 @@ class Gradients:
             self.carry.add_(self.buffer)
             self.buffer.copy_(self.carry)
             self.carry = None
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
         self._absent = self.absent
         self._write_flags(bool(unit_flag))
         self._flag_is_wanted, self._own_flag = unit_flag is not None, bool(unit_flag)
@@ -389,6 +393,16 @@ class Gradients:
                     self.buffer[span.flag] = 1
         for flag in self._unit_flags:
             flag.fill_(int(unit_flag))
+
+
+def _gaps(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The parts of the buffer that hold no gradient; trailers among them."""
+    gaps, end = [], 0
+    for span in sorted((one for spans in layout.spans for one in spans), key=lambda one: one.start):
+        if span.start > end:
+            gaps.append(buffer[end : span.start])
+        end = span.start + span.numel
+    return [*gaps, buffer[end:]] if end < buffer.numel() else gaps
 
 
 def _trailers(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
