@@ -288,6 +288,14 @@ def unused_on_some_ranks(loop: Loop) -> None:
     loop.backward(2)
 
 
+def used_for_the_first_time(loop: Loop) -> None:
+    """In a backward that leaves sums in nodes: whoever looks must not miss it."""
+    loop.model.uses_gate = True
+    loop.backward()
+    loop.found.append(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01).item())
+    loop.found.append(loop.model.gate.grad.norm().item())
+
+
 def uneven_data(loop: Loop) -> None:
     for _ in onecopy.join(loop.model, range(1 + dist.get_rank() % 3)):
         loop.step()
@@ -317,6 +325,7 @@ LOOKS = [
     fail_in_between,
     mix_with_no_sync,
     unused_on_some_ranks,
+    used_for_the_first_time,
     uneven_data,
     scale_by_hand,
 ]
@@ -333,7 +342,11 @@ def one_backward_and(do: Callable[[Loop], None], loop: Loop) -> None:
     "stage, do",
     [(stage, do) for stage in HYBRIDS for do in LOOKS],
     5,
-    always=[("mics", replace_one), ("hfsdp", fail_in_between)],
+    always=[
+        ("mics", replace_one),
+        ("hfsdp", fail_in_between),
+        ("whole/node/world", used_for_the_first_time),
+    ],
 )
 def test_gradients_before_the_boundary(pool: Pool, stage: str, do: Callable[[Loop], None]) -> None:
     for found in pool.run(4, both, partial(one_backward_and, do), stage):

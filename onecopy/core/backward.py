@@ -282,8 +282,9 @@ class Backward:
             self._num_reduced += 1
             are_applied = self.stepper is not None and self.stepper.end()
             owned, reduces = self._engine.owned, self.reduces
+            # Which parameters no rank has used is known with the sums: none is missed until then.
             owned.show(
-                reduces.absent_everywhere,
+                reduces.absent_everywhere if reduces.is_boundary else (),
                 are_applied=are_applied,
                 are_complete=reduces.is_boundary,
             )

@@ -142,8 +142,11 @@ class OwnedGradients:
                 if not parameter.requires_grad:
                     continue
                 if absent and number not in self._present and self._place(number) in absent:
+                    # It may have one from before that was known.
+                    parameter.grad = None
                     continue
-                self._present.add(number)
+                if are_complete:
+                    self._present.add(number)
                 parameter.grad = self._stand_ins[number]
                 self._shown[number] = None
 
