@@ -323,7 +323,7 @@ CASES = [
     if not (stage == "mics" and world == 3)
     and not (settings is HOST and stage in (0, 1, 2, "whole/node/world"))
     and not ("step_in_backward" in settings and options & {"no_sync", "clipped"})
-    and not ("on disk" in options and ("offload" in settings or "step_in_backward" in settings))
+    and not ("on disk" in options and settings not in SETTINGS[:3])
 ]
 ALWAYS = [
     Case(4, 2, "hpz", SETTINGS[1], OPTIONS[1]),
