@@ -15,7 +15,7 @@ from torch import nn
 import onecopy
 import onecopy.errors
 import onecopy.events
-from onecopy import Offload
+from onecopy import Offload, Quantize
 from onecopy.config import MASTERS, Precision
 from onecopy.core.precision import dtypes_of
 from onecopy.events import Event
@@ -87,6 +87,7 @@ def trained(  # noqa: PLR0913
     backwards: int,
     offload: Offload | None = None,
     node_size: int | None = None,
+    quantize: Quantize | None = None,
 ) -> Found:
     """A rank that has trained for three steps; the last one was watched."""
     with LiveTensors() as live:
@@ -96,7 +97,7 @@ def trained(  # noqa: PLR0913
         options = PlanOptions(devices=world, precision=precision)
         shape = ModelShape(name="tall", units=units_of(model, options)).with_offload(offload)
         settings = {"stage": stage, "precision": precision, "node_size": node_size}
-        onecopy.shard(model, optimizer, offload=offload, **settings)
+        onecopy.shard(model, optimizer, offload=offload, quantize=quantize, **settings)
         cluster = Cluster(devices=world, devices_per_node=node_size or world)
         rank = dist.get_rank()
         events: list[Event] = []
@@ -115,12 +116,15 @@ def trained(  # noqa: PLR0913
         _backward(model)
         held = memory.measure(model, optimizer)
     widths = estimate.widths_of(options.policy, options.optimizer_states)
+    step_of = Step(backwards=backwards, quantize=quantize)
     return Found(
         held=held,
         peak=peak,
         sent=sent,
-        planned=memory_of(shape, stage, cluster, widths, Step(backwards=backwards), rank),
-        planned_sent=sent_by(shape, stage, cluster, widths, backwards, rank=rank),
+        planned=memory_of(shape, stage, cluster, widths, step_of, rank),
+        planned_sent=sent_by(
+            shape, stage, cluster, widths, backwards, rank=rank, quantize=quantize
+        ),
         moved=moved,
         planned_moved=moved_by(shape, stage, cluster, widths, backwards),
         swapped=swapped,
@@ -186,6 +190,29 @@ def test_a_rank_in_a_node_holds_what_was_planned(
         values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
         assert found.peak <= planned.total + 2 * values
         assert planned.total <= 1.25 * found.peak
+
+
+CODED = Quantize(block=256)
+FEEDBACK = Quantize(block=256, error_feedback=True)
+
+
+@pytest.mark.sampled(
+    "stage, precision, backwards, quantize",
+    list(itertools.product((1, 2, 3, "hpz", "mics"), ("fp32", "bf16"), (1, 2), (CODED, FEEDBACK))),
+    2,
+    always=[(2, "fp32", 1, CODED), (3, "bf16", 1, FEEDBACK), ("hpz", "bf16", 2, CODED)],
+)
+def test_a_rank_that_quantizes_holds_what_was_planned(
+    pool: Pool, stage: int | str, precision: str, backwards: int, quantize: Quantize
+) -> None:
+    """Where parameters stay, exact masters lie beside them; with feedback, errors are kept."""
+    for found in pool.run(4, trained, stage, 4, precision, True, backwards, None, 2, quantize):
+        held, planned = found.held, found.planned
+        assert (held.parameters, held.gradients) == (planned.parameters, planned.gradients)
+        assert found.sent == found.planned_sent.total
+        values = 4 * 4 * (500 + 6 * (300 + 2 * 128))
+        assert found.peak <= planned.total + 2 * values
+        assert planned.total <= 1.3 * found.peak
 
 
 HOST = Offload(optimizer="host", gradients="host")

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from onecopy.config import Quantize
 from onecopy.core.stages import Stage
 from onecopy.planner import estimate
 from onecopy.planner.activations import Activations
@@ -22,6 +23,7 @@ from onecopy.planner.estimate import AnyStage, DiskTraffic, ElementWidths
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sized import NOTHING, Placed, SizedUnit, added, row_for, sized
 from onecopy.planner.staging import staged_bytes
+from onecopy.planner.traffic import kept_errors
 from onecopy.report.states import StateBytes
 
 __all__ = [
@@ -50,11 +52,13 @@ class Step:
 
     backwards: in it. activations: of each, None where they are not known.
     prefetch_bytes: as in `Config`, of units gathered ahead of their use.
+    quantize: what is sent in fewer bits, if anything is.
     """
 
     backwards: int = 1
     activations: Activations | None = None
     prefetch_bytes: int | None = None
+    quantize: Quantize | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,10 @@ def memory_of(
         rank: None means the fullest one.
     """
     cut = row_for(stage, cluster)
-    units = list(sized(model, cut, cluster, widths))
+    quantize = step.quantize
+    is_coded = quantize is not None and quantize.weights is not None
+    is_coded = is_coded and cut.optimizer == "world" and cluster.devices > 1
+    units = [replace(one, is_coded=is_coded) for one in sized(model, cut, cluster, widths)]
     states = [(one.unit.count, one.states(rank)) for one in units]
     states += _uneven(units, cut, cluster, rank)
     on_device = added((count, one.device) for count, one in states)
@@ -143,7 +150,8 @@ def memory_of(
         "gradients": on_device.gradients + _waiting(units, step.backwards, rank),
         "optimizer": on_device.optimizer,
         "gathered": _gathered(units, step.prefetch_bytes) if cut.releases else 0,
-        "buffers": _buffers(units, cut, cluster.devices, step.backwards),
+        "buffers": _buffers(units, cut, cluster.devices, step.backwards)
+        + _errors(units, rank or 0, quantize),
     }
     activations = step.activations
     own = {"activations": 0 if activations is None else activations.most}
@@ -281,6 +289,15 @@ def _buffers(units: list[SizedUnit], cut: Stage, devices: int, backwards: int) -
     leaving = max((one.gradients // one.num_owners for one in units if one.offload), default=0)
     autograd = max((one.gradient_of_autograd for one in units), default=0)
     return (0 if cut.keeps_gradient_buffer else local) + incoming + again + leaving + autograd
+
+
+def _errors(units: list[SizedUnit], rank: int, quantize: Quantize | None) -> int:
+    """What error feedback keeps, and where it makes errors: in fp32, of one part at a time."""
+    if quantize is None or not quantize.error_feedback:
+        return 0
+    kept = sum(one.unit.count * kept_errors(one, rank, quantize) for one in units)
+    parts = (one.part_of(one.layout.strides) for one in units if one.unit.trainable)
+    return kept + 3 * 4 * max(parts, default=0)
 
 
 def moved_by(

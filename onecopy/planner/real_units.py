@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from onecopy.config import Config, Offload
+from onecopy.config import Config, Offload, Quantize
 from onecopy.core.partition import assign_owners
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
@@ -53,6 +53,9 @@ class RealModels:
         assumes: bool = True,
     ) -> None:
         self._models, self._config = models, config
+        quantize = config.quantize
+        # What is not decided yet may come to this.
+        self._quantize = Quantize() if isinstance(quantize, str) else quantize
         rules = [_rules_of(specs, config, optimizer_of, assumes) for specs in models]
         self._widths = [[one for one, _ in model] for model in rules]
         self.all_known = all(is_known for model in rules for _, is_known in model)
@@ -62,7 +65,7 @@ class RealModels:
 
         Each kind is at its most in all of them at once.
         """
-        step = Step(prefetch_bytes=self._config.prefetch_bytes)
+        step = Step(prefetch_bytes=self._config.prefetch_bytes, quantize=self._quantize)
         parts = [
             memory_of(shape, stage, cluster, estimate.FP32, step, rank)
             for shape in self._shapes(stage, cluster)

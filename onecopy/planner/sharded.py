@@ -11,7 +11,7 @@ from onecopy.core.stages import Stage
 from onecopy.events import SENT
 from onecopy.planner import estimate
 from onecopy.planner.cluster import Cluster
-from onecopy.planner.memory import memory_of
+from onecopy.planner.memory import Step, memory_of
 from onecopy.planner.modules import shape_of, widths_of_dtypes
 from onecopy.planner.shapes import ModelShape, UnitShape
 from onecopy.planner.sized import SizedUnit
@@ -49,8 +49,7 @@ def model_traffic(engine: Engine, optimizers: Mapping[int, Collection[Unit]]) ->
     By the table of stages (docs/papers.md), from how bytes grow with the backwards of a step.
     """
     cluster, rank = _cluster_of(engine)
-    wanted = engine.config.quantize
-    quantize = wanted if isinstance(wanted, Quantize) else None
+    quantize = _quantize_of(engine)
     modules = {id(unit.module) for unit in engine.units}
     sent = {
         unit: [
@@ -85,6 +84,11 @@ def _bytes_sent(
     return {kind: sizes[kind].times(inside[kind], across[kind]).total for kind in SENT}
 
 
+def _quantize_of(engine: Engine) -> Quantize | None:
+    wanted = engine.config.quantize
+    return wanted if isinstance(wanted, Quantize) else None
+
+
 def _cluster_of(engine: Engine) -> tuple[Cluster, int]:
     """The nodes, and the place of this rank in them."""
     groups = engine.collectives.groups
@@ -115,7 +119,7 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
         states: tensors of a parameter's size that the optimizer of each unit keeps, if it has one.
             Where it is not known for some unit, the kind "optimizer" is missing.
     """
-    cluster, _ = _cluster_of(engine)
+    (cluster, _), step = _cluster_of(engine), Step(quantize=_quantize_of(engine))
     offload = engine.config.offload
     assert not isinstance(offload, str), "a configuration makes it a record"
     by_stage: dict[Stage, list[UnitShape]] = {}
@@ -136,7 +140,7 @@ def memory_at_peak(engine: Engine, states: Mapping[Unit, int | None]) -> dict[st
     total: Counter[str] = Counter()
     for cut, shapes in by_stage.items():
         model = ModelShape(name="", units=tuple(shapes))
-        memory = memory_of(model, cut, cluster, estimate.FP32)
+        memory = memory_of(model, cut, cluster, estimate.FP32, step)
         for kind, num_bytes in memory.by_kind().items():
             total[kind] += num_bytes or 0
         for kind in ("parameters", "gradients", "optimizer"):

@@ -39,6 +39,7 @@ class SizedUnit:
     """A kind of unit, laid out for ranks in nodes.
 
     cut: the row of the table for it: parameters that stay are not cut.
+    is_coded: gathers and refreshes bring what codes make of its values.
     """
 
     unit: UnitShape
@@ -46,6 +47,7 @@ class SizedUnit:
     widths: ElementWidths
     cut: Stage
     cluster: Cluster
+    is_coded: bool = False
 
     @property
     def values(self) -> int:
@@ -100,11 +102,17 @@ class SizedUnit:
 
     @property
     def state_widths(self) -> ElementWidths:
-        """A frozen parameter is its own master and has neither gradient nor states."""
-        if self.unit.trainable:
-            return self.widths
-        compute = self.widths.compute
-        return ElementWidths(compute=compute, master=compute, gradient=0, optimizer=0, reduce=0)
+        """A frozen parameter is its own master and has neither gradient nor states.
+
+        Where parameters that stay are not exact, masters are, whole and beside them.
+        """
+        widths = self.widths
+        if not self.unit.trainable:
+            compute = widths.compute
+            widths = ElementWidths(
+                compute=compute, master=compute, gradient=0, optimizer=0, reduce=0
+            )
+        return replace(widths, remainder=widths.master) if self.is_coded else widths
 
     @property
     def offload(self) -> Offload | None:

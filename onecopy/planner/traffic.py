@@ -108,6 +108,20 @@ def messages_of(one: SizedUnit, rank: int, quantize: Quantize | None = None) -> 
     return messages if one.unit.trainable else replace(messages, sums=NOTHING)
 
 
+def kept_errors(one: SizedUnit, rank: int, quantize: Quantize | None) -> int:
+    """Bytes that error feedback keeps of a unit: a code of 8 bits for each value that is coded.
+
+    Source: LoCo (Xie et al. 2024), section 3.
+    """
+    if quantize is None or not quantize.error_feedback or not one.unit.trainable:
+        return 0
+    kept, nothing = _Wire(0, Coding("int8", quantize.block)), _Wire(0)
+    wires = _Wires.of(one, quantize)
+    coded = (kept if wire.coding else nothing for wire in (wires.sums, wires.sums_across))
+    count = {"whole": _of_whole, "node": _of_nodes, "world": _of_world}[one.cut.optimizer]
+    return count(one, rank, _Wires(nothing, nothing, *coded)).sums.total
+
+
 def _of_whole(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
     """Each rank sums an equal part, and sends that to all others: in one hop."""
     cluster, here = one.cluster, one.cluster.node_of(rank)
