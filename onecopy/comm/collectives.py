@@ -16,7 +16,8 @@ coding.py counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ class Collectives:
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._transports = transports
         self._is_imagined = groups.world.is_imagined
-        self._hops = Hops(groups, transports, self._blocking)
+        self._hops = Hops(groups, transports, self._starting, self._blocking)
         # Held: it lives as long as a model does.
         self._watchdog = watchdog
         if watchdog is not None:
@@ -293,12 +294,19 @@ class Collectives:
     def _blocking(self, finish: Finish, group: Group, names: Names) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
         verb, unit = names
+        with self._explained(group), Wait(verb, group.ranks, unit=unit, events=self.events):
+            return finish()
+
+    def _starting(self, start: Callable[[], Finish], group: Group) -> Finish:
+        """Begin a hop; where a peer has ended, that fails at once."""
+        with self._explained(group):
+            return start()
+
+    @contextmanager
+    def _explained(self, group: Group) -> Iterator[None]:
         try:
-            with (
-                Wait(verb, group.ranks, unit=unit, events=self.events),
-                self.agreement.blocked(),
-            ):
-                return finish()
+            with self.agreement.blocked():
+                yield
         except OneCopyError:
             raise
         except RuntimeError as error:

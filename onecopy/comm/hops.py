@@ -14,6 +14,7 @@ Sources: MiCS (Zhang et al. 2022) section 3, ZeRO++ (Wang et al. 2023) section 3
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ Names = tuple[str, str]
 # To whom, and how many bytes.
 Sent = tuple[int, int]
 Blocking = Callable[[Finish, "Group", Names], torch.Tensor]
+Starting = Callable[[Callable[[], Finish], "Group"], Finish]
 
 
 class Reduction(NamedTuple):
@@ -53,12 +55,15 @@ class Hops:
     """The hops of one model's transfers.
 
     Args:
-        blocking: waits for one hop.
+        starting: begins one hop. blocking: waits for it.
     """
 
-    def __init__(self, groups: Groups, transports: Transports, blocking: Blocking) -> None:
+    def __init__(
+        self, groups: Groups, transports: Transports, starting: Starting, blocking: Blocking
+    ) -> None:
         self._groups = groups
         self._transports = transports
+        self._starting = starting
         self._blocking = blocking
         # The sum of all ranks is multiplied by it once, by its owner, in the last hop that sums.
         self._scale = 1.0 / groups.world.size
@@ -146,7 +151,7 @@ class Hops:
         group = hop.group
         place = flat.narrow(0, sum(hop.numels[: group.rank]), hop.numels[group.rank])
         if group.size > 1:
-            wait = transport.gather(flat, own, hop)
+            wait = self._starting(partial(transport.gather, flat, own, hop), group)
         if place.data_ptr() != own.data_ptr():
             # While the messages are on their way.
             place.copy_(own)
@@ -280,13 +285,14 @@ class Hops:
             # What travels further is made of it as it is.
             return buffer
         summed = hop.numels if hop.window is not None else parts_to_sum(hop.numels)
-        wait = transport.reduce(buffer, mean, hop._replace(numels=summed))
+        start = partial(transport.reduce, buffer, mean, hop._replace(numels=summed))
+        wait = self._starting(start, hop.group)
         yield
         part = self._blocking(wait, hop.group, names)
         if summed is not hop.numels:
             # With what all ranks have sent: given back before the sums of others come.
             del wait
-            wait = transport.deal(part, summed, hop)
+            wait = self._starting(partial(transport.deal, part, summed, hop), hop.group)
             yield
             part = self._blocking(wait, hop.group, names)
         return part
@@ -310,7 +316,7 @@ class Hops:
     def _sum(
         self, buffer: torch.Tensor, hop: Hop, mean: Mean, names: Names, transport: Transport
     ) -> Steps:
-        wait = transport.reduce(buffer, mean, hop)
+        wait = self._starting(partial(transport.reduce, buffer, mean, hop), hop.group)
         yield
         return self._blocking(wait, hop.group, names)
 
