@@ -183,9 +183,10 @@ def shard(
         else:
             announce(choice.reason, world)
         announce(_one_node_too_few(config, nodes), world)
-        config = _choose_quantize(config, world, nodes, units[0][0])
+        ranks = Ranks(world, nodes, machines, mesh, watchdog)
+        config = _choose_quantize(config, ranks, units[0][0])
         for one, specs in zip(models, units, strict=True):
-            _shard_one(one, specs, Ranks(world, nodes, machines, mesh, watchdog), config)
+            _shard_one(one, specs, ranks, config)
     elif len(sharded) < len(models) or not optimizers:
         raise ShardingError(
             f"this {type(sharded[0]).__name__} is sharded already. To attach an optimizer pass "
@@ -452,20 +453,19 @@ def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str
     )
 
 
-def _choose_quantize(
-    config: Config, world: Group, nodes: tuple[tuple[int, ...], ...], unit: UnitSpec
-) -> Config:
+def _choose_quantize(config: Config, ranks: Ranks, unit: UnitSpec) -> Config:
     """`config` with a decision in the place of quantize="auto", the same on all ranks."""
     if config.quantize != AUTO:
         return config
+    cut = stage_of(config.chosen_stage).optimizer
     decision = link_speed.decide(
-        make_groups(world, stage_of(config.chosen_stage).optimizer, nodes, in_hops=True),
+        make_groups(ranks.world, cut, ranks.nodes, machines=ranks.machines, in_hops=True),
         unit.device,
         values=unit.dtypes.compute,
         gradients=unit.dtypes.reduce,
-        native=comm_groups.has_native_collectives(world, unit.device),
+        native=comm_groups.has_native_collectives(ranks.world, unit.device),
     )
-    announce(decision.reason, world)
+    announce(decision.reason, ranks.world)
     return Config.make(config, {"quantize": decision.quantize}, origin=decision.reason)
 
 

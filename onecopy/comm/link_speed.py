@@ -154,15 +154,17 @@ class _Kind(NamedTuple):
 def _kinds(
     groups: Groups, transports: Transports, values: torch.dtype, gradients: torch.dtype
 ) -> Iterator[_Kind]:
-    """Those that can be quantized, the same on all ranks, in the order of `Collectives`."""
+    """Those that can be quantized, the same on all ranks; see hops.py."""
     nodes, fp32 = groups.nodes, torch.float32
-    inside = [groups.shard if nodes is None else nodes.inside]
     columns = [] if nodes is None else [one.group for one in nodes.columns]
+    near, far = [groups.shard if nodes is None else nodes.inside], columns
+    if groups.replica.size > 1:
+        # The shard group is near as a whole, also where it is spread over machines.
+        near, far = near + columns, [groups.replica]
     if isinstance(transports.weights, Quantized):
-        far = columns or [groups.shard]
-        yield _Kind(VALUES, far, transports.weights, values, values, is_sum=False)
-    yield _Kind(SUMS_INSIDE, inside, transports.inside, gradients, gradients, is_sum=True)
-    far = columns or [groups.replica]
+        spread = columns or [groups.shard]
+        yield _Kind(VALUES, spread, transports.weights, values, values, is_sum=False)
+    yield _Kind(SUMS_INSIDE, near, transports.inside, gradients, gradients, is_sum=True)
     yield _Kind(SUMS_ACROSS, far, transports.across, gradients, fp32, is_sum=True)
 
 
