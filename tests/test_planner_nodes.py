@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ import onecopy
 import onecopy.events
 import onecopy.handle
 from onecopy import Quantize
+from onecopy.comm import quantized
 from onecopy.comm.groups import ImaginedWorld
 from onecopy.events import SENT, Event
-from onecopy.planner import estimate
+from onecopy.planner import estimate, traffic
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.modules import units_of
 from onecopy.planner.options import PlanOptions
@@ -169,6 +171,27 @@ def test_bytes_of_codes_are_those_of_the_planner(
         gathers = 4 * one.formula.gather + one.formula.gather_once
         assert one.by_kind.get("gather", 0) == gathers
         assert one.by_kind["reduce"] == 2 * one.formula.reduce + one.formula.reduce_once
+
+
+def trained_in_windows(*arguments: Any) -> Found:
+    """With windows so short that these small models' sums have several."""
+    with mock.patch.object(quantized, "WINDOW_NUMEL", 256):
+        return trained(*arguments)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [("hfsdp", "bf16"), (3, "fp32")])
+def test_bytes_of_windows_are_those_of_the_planner(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, stage: int | str, precision: str
+) -> None:
+    assert traffic.WINDOW_NUMEL == quantized.WINDOW_NUMEL
+    cluster = Cluster(devices=4, devices_per_node=2)
+    at_once = planned_for(stage, cluster, precision, 2, quantize=ALL)
+    monkeypatch.setattr(traffic, "WINDOW_NUMEL", 256)
+    found = pool.run(4, trained_in_windows, stage, 2, precision, 2, False, ALL)
+    for rank, one in enumerate(found):
+        planned = planned_for(stage, cluster, precision, 2, rank=rank, quantize=ALL)
+        assert one.sent == planned, rank
+    assert planned.total > at_once.total
 
 
 # In a world that is not there -----------------------------------------------------------------

@@ -80,8 +80,8 @@ def _bytes_sent(
     """In a step, by the kind of event."""
     messages = messages_of(one, rank, quantize)
     inside, across = (counts.by_kind() for counts in counts_of(one, backwards))
-    sizes = {"gather": messages.values, "reduce": messages.sums, "refresh": messages.values}
-    return {kind: sizes[kind].times(inside[kind], across[kind]).total for kind in SENT}
+    count = {kind: messages.values.times for kind in SENT} | {"reduce": messages.reduces}
+    return {kind: count[kind](inside[kind], across[kind]).total for kind in SENT}
 
 
 def _quantize_of(engine: Engine) -> Quantize | None:

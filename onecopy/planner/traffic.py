@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onecopy.comm.coding import Coding
@@ -37,6 +38,13 @@ class Sent:
 NOTHING = Sent(inside=0, across=0)
 # Bytes of the values that have codes.
 CODED_WIDTHS = {2, 4}
+# So many elements of what a rank handles are summed at a time, about, where sums are coded.
+WINDOW_NUMEL = 1 << 19
+
+# First and last + 1 element; None is all that follows.
+Window = tuple[int, int | None]
+Windows = list[Window]
+ALL: Window = (0, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +52,18 @@ class Messages:
     """What a rank sends for a unit, each hop made once.
 
     values: a gather or a refresh. sums: a reduce; where it is an all-reduce, one half of it.
+    last_sums: the same where it goes across nodes at once, if that is not the same.
     """
 
     values: Sent
     sums: Sent
+    last_sums: Sent | None = None
+
+    def reduces(self, inside: int, across: int) -> Sent:
+        """So many hops of each kind; those that go across follow one inside at once."""
+        last = self.sums if self.last_sums is None else self.last_sums
+        at_once = min(inside, across)
+        return last.times(at_once, across) + self.sums.times(inside - at_once, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +121,7 @@ def messages_of(one: SizedUnit, rank: int, quantize: Quantize | None = None) -> 
     messages = {"whole": _of_whole, "node": _of_nodes, "world": _of_world}[how_far](
         one, rank, wires
     )
-    return messages if one.unit.trainable else replace(messages, sums=NOTHING)
+    return messages if one.unit.trainable else replace(messages, sums=NOTHING, last_sums=None)
 
 
 def kept_errors(one: SizedUnit, rank: int, quantize: Quantize | None) -> int:
@@ -152,12 +168,54 @@ def _of_world(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
         inside=(wires.inside if others else wires.values).num_bytes(part) * (len(here) - 1),
         across=wires.values.num_bytes(slices[number]) * others,
     )
-    leaving = (other for other in handled if other != number)
-    sums = Sent(
-        inside=sum(_of_part(one, peer, wires.sums) for peer in here if peer != rank),
-        across=sum(_of_slice(one, other, wires.sums_across) for other in leaving),
-    )
-    return Messages(values=values, sums=sums)
+    sums = _sums_of_world(one, rank, wires, [ALL])
+    last = _sums_of_world(one, rank, wires, _windows(one, here, wires.sums.coding))
+    return Messages(values=values, sums=sums, last_sums=last)
+
+
+def _sums_of_world(one: SizedUnit, rank: int, wires: _Wires, windows: Windows) -> Sent:
+    """Of what each rank handles, piece by piece; inside its node, and then to the owners."""
+    cluster = one.cluster
+    handled, number = cluster.handled(rank), cluster.slice_of(rank, "world")
+    inside = across = 0
+    for window in windows:
+        for peer in cluster.node_of(rank):
+            pieces = [(0, 0), *_cut(one, cluster.handled(peer), window)]
+            if peer != rank:
+                inside += wires.sums.num_bytes(*map(sum, zip(*pieces, strict=True)))
+        for other, (numel, exact) in zip(handled, _cut(one, handled, window), strict=True):
+            if other != number:
+                across += wires.sums_across.num_bytes(numel, exact)
+    return Sent(inside=inside, across=across)
+
+
+def _windows(one: SizedUnit, here: range, coding: Coding | None) -> Windows:
+    """Long sums that are coded go in pieces, where more than one rank and one node are in them."""
+    cluster = one.cluster
+    strides = one.layout.strides
+    longest = max(sum(strides[low.start : low.stop]) for low in map(cluster.handled, here))
+    if coding is None or len(here) == 1 or cluster.num_nodes == 1:
+        return [ALL]
+    step = -(-WINDOW_NUMEL // coding.block) * coding.block
+    if longest <= step or len(set(cluster.node_sizes)) > 1:
+        return [ALL]
+    return [(low, low + step) for low in range(0, longest, step)]
+
+
+def _cut(one: SizedUnit, slices: range, window: Window) -> Iterator[tuple[int, int]]:
+    """Of each of some slices that follow each other, how many elements are in a window of them.
+
+    And how many of these are flags, which lie at the end of a slice and stay exact.
+    """
+    first, last = window
+    begin = 0
+    for number in slices:
+        stride, value = one.layout.strides[number], one.layout.slice_numels[number]
+        low = max(begin, first)
+        high = begin + stride if last is None else min(begin + stride, last)
+        numel = max(0, high - low)
+        yield numel, max(0, high - max(low, begin + value)) if numel else 0
+        begin += stride
 
 
 def _of_slice(one: SizedUnit, number: int, wire: _Wire) -> int:
@@ -165,13 +223,6 @@ def _of_slice(one: SizedUnit, number: int, wire: _Wire) -> int:
     layout = one.layout
     stride = layout.strides[number]
     return wire.num_bytes(stride, stride - layout.slice_numels[number])
-
-
-def _of_part(one: SizedUnit, rank: int, wire: _Wire) -> int:
-    """Bytes of a sum that a rank handles for its node."""
-    handled, layout = one.cluster.handled(rank), one.layout
-    numel = sum(layout.strides[handled.start : handled.stop])
-    return wire.num_bytes(numel, numel - sum(layout.slice_numels[handled.start : handled.stop]))
 
 
 def _halves(one: SizedUnit, number: int, replicas: int, own: int, wire: _Wire) -> list[int]:
@@ -206,7 +257,7 @@ def sent_by(  # noqa: PLR0913
         messages = messages_of(one, rank, quantize)
         inside, across = counts_of(one, backwards, no_sync)
         sent = messages.values.times(inside.gather + inside.refresh, across.gather + across.refresh)
-        sent += messages.sums.times(inside.reduce, across.reduce)
+        sent += messages.reduces(inside.reduce, across.reduce)
         total += sent.times(one.unit.count, one.unit.count)
     return total
 
