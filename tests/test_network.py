@@ -10,6 +10,8 @@ reading: those are measured by a reading of nothing.
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -135,6 +137,33 @@ def test_bytes_between_three_nodes() -> None:
     """Joined by a bridge. Each node sends as much to the one as to the other."""
     with nodes_of((1, 1, 1)) as nodes:
         check(nodes, [way for way in WAYS if way.stage in (2, 3)])
+
+
+def test_namespaces_go_with_an_error() -> None:
+    class Unexpected(Exception):
+        pass
+
+    with nodes_of((1, 1)) as nodes, pytest.raises(Unexpected), network((1, 1, 1)) as more:
+        assert {*nodes.nodes, *more.nodes} <= namespaces()
+        raise Unexpected
+    assert not {*nodes.nodes, *more.nodes} & namespaces()
+
+
+def test_what_a_killed_process_has_left_is_removed() -> None:
+    with nodes_of((1, 1)):
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        left = f"onecopy-{ended.pid}-0"
+        subprocess.run(["ip", "netns", "add", left], check=True)
+        with network((1, 1)) as others:
+            assert set(others.nodes) <= namespaces()
+            assert left not in namespaces()
+
+
+def namespaces() -> set[str]:
+    """Those that have names."""
+    shown = subprocess.run(["ip", "-j", "netns"], check=True, capture_output=True, text=True)
+    return {one["name"] for one in json.loads(shown.stdout or "[]")}
 
 
 def check(nodes: Network, ways: Sequence[Way]) -> None:
