@@ -187,6 +187,19 @@ def test_stages_that_cut_inside_nodes_are_shown_where_these_are_said() -> None:
     assert [row.stage for row in only.rows] == ["hpz"]
 
 
+def test_seconds_of_links() -> None:
+    """Eight devices share what leaves a node; one node has nobody to send to."""
+    speeds = {"node_link": "100GB/s", "network": "12.5GB/s"}
+    for row in onecopy.plan("7.5B", **IN_NODES, **speeds).rows:
+        assert row.seconds.inside == row.sent.inside / 100e9
+        assert row.seconds.across == 8 * row.sent.across / 12.5e9
+    alone = onecopy.plan("7.5B", devices=8, **speeds)
+    assert {row.seconds.across for row in alone.rows} == {None}
+    text = str(onecopy.plan("7.5B", **IN_NODES, network="12.5GB/s"))
+    assert "s a step across nodes" in text
+    assert "s a step inside nodes" not in text
+
+
 @pytest.mark.parametrize(
     ("memory", "accumulate", "expected"),
     [

@@ -135,7 +135,12 @@ def _lines_outside(plan: Plan, rows: tuple[Row, ...], tier: str) -> Iterator[Lin
 
 def _lines_of_time(rows: tuple[Row, ...]) -> Iterator[Line]:
     """Where speeds were said."""
-    lanes = {"s a step to and fro": "link", "s a step on NVMe": "nvme"}
+    lanes = {
+        "s a step to and fro": "link",
+        "s a step on NVMe": "nvme",
+        "s a step inside nodes": "inside",
+        "s a step across nodes": "across",
+    }
     for name, lane in lanes.items():
         values = [getattr(row.seconds, lane) for row in rows]
         if any(value is not None for value in values):

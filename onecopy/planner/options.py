@@ -89,6 +89,21 @@ class PlanOptions:
             metavar="SPEED",
         ),
     )
+    node_link: str | None = field(
+        default=None,
+        metadata=describe(
+            "what one device sends per second to others of its node: 100GB/s; bytes that are sent "
+            "become seconds",
+            metavar="SPEED",
+        ),
+    )
+    network: str | None = field(
+        default=None,
+        metadata=describe(
+            "what a node sends per second to other nodes, for all its devices: 12.5GB/s",
+            metavar="SPEED",
+        ),
+    )
     device_tflops: float | None = field(
         default=None,
         metadata=describe(
@@ -160,7 +175,8 @@ class PlanOptions:
         for size in (self.host_memory, self.nvme):
             if size is not None:
                 bytes_of(size)
-        for speed in (self.nvme_read, self.nvme_write, self.host_link):
+        speeds = self.nvme_read, self.nvme_write, self.host_link, self.node_link, self.network
+        for speed in speeds:
             if speed is not None:
                 speed_of(speed)
         if (self.nvme_read is None) != (self.nvme_write is None):
@@ -191,7 +207,7 @@ class PlanOptions:
         return None if size is None else bytes_of(size)
 
     def speed_of(self, lane: str) -> int | None:
-        """Bytes per second of "nvme_read", "nvme_write" or "host_link"; None if it is not said."""
+        """Bytes per second of a lane, "host_link" for example; None if it is not said."""
         speed: str | None = getattr(self, lane)
         return None if speed is None else speed_of(speed)
 

@@ -37,8 +37,8 @@ def plan(model: Any, **settings: Any) -> Plan:
             folder with one, "module:function" (called on the meta device), a config object of
             transformers, a module, or a function that returns one.
         settings: fields of `onecopy.planner.options.PlanOptions`: devices, devices_per_node,
-            device_memory, host_memory, nvme, nvme_read, nvme_write, host_link, device_tflops,
-            sequence, micro_batch, accumulate, optimizer, precision,
+            device_memory, host_memory, nvme, nvme_read, nvme_write, host_link, node_link, network,
+            device_tflops, sequence, micro_batch, accumulate, optimizer, precision,
             checkpoint_activations, stage, layers, hidden.
 
     Raises:

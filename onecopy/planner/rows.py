@@ -113,16 +113,19 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """How long what moves between tiers takes in a step, where speeds are said.
+    """How long what moves between tiers, and between ranks, takes in a step, where speeds are said.
 
     link: between a device and its host. nvme: between a host and its drives, reads and writes one
     after the other. computing: share of the time in which the device computes, at the least: as if
-    nothing moved while it did (ZeRO-Infinity, equation 6).
+    nothing moved between tiers while it did (ZeRO-Infinity, equation 6). inside, across: what is
+    sent to ranks of the node, and to other nodes, at the speed of the link alone.
     """
 
     link: float | None = None
     nvme: float | None = None
     computing: float | None = None
+    inside: float | None = None
+    across: float | None = None
 
 
 NO_TRAFFIC = DiskTraffic(read=0, written=0)
@@ -217,19 +220,20 @@ class Question:
         memory = self.memory(way, self.shape)
         shape = self.shape.with_offload(way.offload)
         moved = moved_by(shape, way.stage, options.cluster, widths, options.accumulate)
+        sent = sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate)
         swapped = swapped_by(shape, way.stage, options.cluster, widths, options.accumulate)
         return Row(
             way=way,
             memory=memory,
             capacity=options.capacity,
             paper=paper,
-            sent=sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate),
+            sent=sent,
             elements=elements,
             largest=self._largest(way),
             outside=self.outside(memory),
             moved=moved,
             swapped=swapped,
-            seconds=self._seconds(way, moved, swapped),
+            seconds=self._seconds(way, moved, swapped, sent),
         )
 
     def outside(self, memory: Memory) -> dict[str, Outside]:
@@ -246,7 +250,7 @@ class Question:
                 )
         return found
 
-    def _seconds(self, way: Way, moved: int, swapped: DiskTraffic) -> Seconds:
+    def _seconds(self, way: Way, moved: int, swapped: DiskTraffic, sent: Sent) -> Seconds:
         options = self.options
         link, reads, writes = map(options.speed_of, ("host_link", "nvme_read", "nvme_write"))
         on_link = moved / link if link is not None and moved else None
@@ -265,7 +269,16 @@ class Question:
                 num_bytes / seconds,
                 options.device_tflops * 1e12,
             )
-        return Seconds(link=on_link, nvme=on_nvme, computing=computing)
+        inside, across = map(options.speed_of, ("node_link", "network"))
+        # A node's devices share its way to the others.
+        of_node = sent.across * options.cluster.devices_per_node
+        return Seconds(
+            link=on_link,
+            nvme=on_nvme,
+            computing=computing,
+            inside=sent.inside / inside if inside is not None and sent.inside else None,
+            across=of_node / across if across is not None and of_node else None,
+        )
 
     def _operations(self, way: Way) -> int:
         """Of a device per step: two a parameter and token in forward, twice that in backward.
