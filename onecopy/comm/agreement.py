@@ -158,6 +158,18 @@ class Agreement:
                 pass
             self._store = None
 
+    @property
+    def _open_store(self) -> dist.Store:
+        """For those who look in a thread of their own, while `close` may come.
+
+        Raises:
+            RuntimeError: it has come; as where the store is gone with its rank.
+        """
+        store = self._store
+        if store is None:
+            raise RuntimeError("this rank takes part no longer")
+        return store
+
     # Votes ------------------------------------------------------------------------------------
 
     def _wish_at(self, position: int) -> str | None:
@@ -190,19 +202,19 @@ class Agreement:
                 store.delete_key(f"value/{position - 1}/{rank}")
 
     def _fail(self, text: str, kind: type[OneCopyError] = DivergenceError) -> None:
-        assert self._store is not None, "only ranks with a store vote"
-        self._take(self._store.compare_set("verdict", "", f"{kind.__name__}|{text}"))
+        self._take(self._open_store.compare_set("verdict", "", f"{kind.__name__}|{text}"))
 
     def _take(self, verdict: bytes) -> None:
         name, text = verdict.decode().split("|", 1)
         self._verdict = _KINDS[name], text
 
     def _read_verdict(self) -> None:
-        if self._store is None or self._verdict is not None:
+        store = self._store
+        if store is None or self._verdict is not None:
             return
         try:
-            if self._store.check(["verdict"]):
-                self._take(self._store.get("verdict"))
+            if store.check(["verdict"]):
+                self._take(store.get("verdict"))
         except RuntimeError as error:
             self._verdict = CommunicationError, _STORE_IS_GONE.format(error)
 
@@ -235,9 +247,8 @@ class Agreement:
 
     def _positions(self) -> dict[int, tuple[int, str]]:
         """What each other rank last posted: its position (-1: ended) and its wish there."""
-        assert self._store is not None, "only ranks with a store look at others"
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
-        posts = self._store.multi_get([f"at/{rank}" for rank in others])
+        posts = self._open_store.multi_get([f"at/{rank}" for rank in others])
         found = {}
         for rank, post in zip(others, posts, strict=True):
             position, wish = post.decode().split("|", 1)
@@ -291,7 +302,8 @@ class Agreement:
         try:
             for rank, (at, _) in self._positions().items():
                 if rank not in self._processes:
-                    self._processes[rank] = self._store.get(f"process/{rank}").decode()
+                    process = self._open_store.get(f"process/{rank}")
+                    self._processes[rank] = process.decode()
                 if at < 0:
                     self._fail_for_error(rank)
                     continue
@@ -310,10 +322,9 @@ class Agreement:
 
     def _fail_for_error(self, rank: int) -> None:
         """Fail for a rank that has ended, if it was by an error."""
-        assert self._store is not None, "only ranks with a store hear of others"
-        key = f"failure/{rank}"
-        if self._store.check([key]):
-            failure = self._store.get(key).decode()
+        store, key = self._open_store, f"failure/{rank}"
+        if store.check([key]):
+            failure = store.get(key).decode()
             self._fail(
                 f"rank {self._group.ranks[rank]} has ended with an error: {failure}",
                 CommunicationError,
