@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from contextlib import nullcontext
 from functools import partial
@@ -336,3 +337,43 @@ def test_all_together(pool: Pool, tmp_path: Path, case: Case) -> None:
     """It trains as without, to a few percent of the loss, and resumes to the last bit."""
     for plain, losses in pool.run(case.world, resume, case, tmp_path):
         assert losses == pytest.approx(plain, rel=0.05)
+
+
+def come_and_go(stage: int, precision: str | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters at the beginning, as files or `init_sharded` give them, and at the end."""
+    with onecopy.init_sharded():
+        model = build()
+    optimizer = adamw(model.parameters())
+    quantize = Quantize(weights="int4", gradients=("int8", "int8"), block=BLOCK)
+    onecopy.shard(
+        model, optimizer, stage=stage, precision=precision, units=("blocks.*",), quantize=quantize
+    )
+    first = {name: one.clone() for name, one in model.state_dict().items()}
+    run(model, optimizer, range(2), 1, frozenset())
+    second = {name: one.clone() for name, one in model.state_dict().items()}
+    for name, one in copy.deepcopy(model).state_dict().items():
+        assert torch.equal(one, second[name]), name
+    model.blocks[1].requires_grad_(False)
+    run(model, optimizer, range(2, 3), 1, frozenset())
+    assert torch.equal(model.state_dict()["blocks.1.up.weight"], second["blocks.1.up.weight"])
+    model.blocks[1].requires_grad_(True)
+    run(model, optimizer, range(3, 5), 1, frozenset({"looked"}))
+    last = {name: one.clone() for name, one in model.state_dict().items()}
+    assert not torch.equal(last["blocks.1.up.weight"], second["blocks.1.up.weight"])
+    onecopy.unshard(model)
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, last[name]), name
+    return first, last
+
+
+@pytest.mark.sampled(
+    "stage, precision", list(itertools.product((1, 2, 3), (None, "bf16"))), 2, always=[(2, None)]
+)
+def test_values_come_and_go_exactly(pool: Pool, stage: int, precision: str | None) -> None:
+    """Made sharded, copied, frozen and thawed, and given back."""
+    expected = build().state_dict()
+    found = pool.run(2, come_and_go, stage, precision)
+    for first, last in found:
+        for name, value in expected.items():
+            assert torch.equal(first[name], value), name
+            assert torch.equal(last[name], found[0][1][name]), name
