@@ -139,8 +139,9 @@ def shard(
         model: one model, or several that share optimizers.
         optimizer: one or several optimizers over parameters of these models; None to shard a
             model that is only evaluated, or whose optimizer is attached later.
-        mesh: 1-D device mesh of the data-parallel ranks; None for all ranks. Without a process
-            group one is made from torchrun's environment, else a world of one rank.
+        mesh: device mesh of the data-parallel ranks, with one dimension, or with two where it also
+            says which ranks are in one node; None for all ranks. Without a process group one is
+            made from torchrun's environment, else a world of one rank.
         config: settings as an object.
         **settings: fields of `Config`: stage, precision, units, max_grad_norm, ...
 
