@@ -47,8 +47,8 @@ def encode(values: torch.Tensor, coding: Coding, payload: torch.Tensor) -> None:
         payload: (coding.num_bytes(n, ...),) uint8, starting at a multiple of 4 bytes.
     """
     scales, codes = _parts(payload, values.numel(), coding)
-    quantize = _fused(_quantize) if _is_on_accelerator(values) else _quantize
     for piece in _pieces(values, coding):
+        quantize = _best(_quantize, values, piece, coding)
         scale, code = quantize(values[piece.values].view(piece.shape), coding.code)
         scales[piece.blocks].copy_(scale)
         codes[piece.codes].copy_(code.view(torch.uint8).view(-1))
@@ -64,8 +64,8 @@ def decode(
         add: add them to what is there.
     """
     scales, codes = _parts(payload, values.numel(), coding)
-    dequantize = _fused(_dequantize) if _is_on_accelerator(values) else _dequantize
     for piece in _pieces(values, coding):
+        dequantize = _best(_dequantize, values, piece, coding)
         rows, width = piece.shape
         code = codes[piece.codes].view(rows, -1)
         decoded = dequantize(scales[piece.blocks], code, coding.code)
@@ -184,8 +184,15 @@ class _Fused:
 _FUSED: dict[Callable[..., Any], _Fused] = {}
 
 
-def _fused(function: Callable[..., Any]) -> _Fused:
-    """One for each function, made when an accelerator first wants it."""
+def _best(
+    function: Callable[..., Any], values: torch.Tensor, piece: _Piece, coding: Coding
+) -> Callable[..., Any]:
+    """The function, or a fused one: made when an accelerator first wants it.
+
+    A last short block is not worth one: it would be compiled anew for each kind of length.
+    """
+    if not _is_on_accelerator(values) or piece.shape[1] < coding.block:
+        return function
     if function not in _FUSED:
         _FUSED[function] = _Fused(function)
     return _FUSED[function]
