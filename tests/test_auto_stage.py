@@ -134,11 +134,12 @@ def trained(stage: int, world: int, kind: str, settings: dict[str, Any]) -> Foun
         peak = live.peak_bytes
         _backward(model)
         states = [memory.measure(model, optimizer) for optimizer in made]
+        without = memory.measure(model).host
     held = memory.StateBytes(
         parameters=states[0].parameters,
         gradients=states[0].gradients,
         optimizer=sum(one.optimizer for one in states),
-        host=states[0].host,
+        host=without + sum(one.host - without for one in states),
     )
     return Found(held, peak, choice)
 
