@@ -185,7 +185,7 @@ DEFAULTS = [
 ]
 
 
-@pytest.mark.sampled("case", [*DEFAULTS, *CASES], 10, always=DEFAULTS)
+@pytest.mark.sampled("case", [*DEFAULTS, *CASES], 8, always=DEFAULTS)
 def test_transfers_are_what_a_simulation_says(pool: Pool, case: Case) -> None:
     found = pool.run(case.world, transfer, case)
     values = [case.values(number) for number in range(case.world)]
