@@ -108,7 +108,8 @@ class Loop:
         self.optimizer.zero_grad()
 
     def trained(self) -> list[Tensor]:
-        return [one for one in self.model.parameters() if one.grad is not None]
+        """Those that each rank uses."""
+        return [one for one in self.model.parameters() if one is not self.model.gate]
 
     def evaluate(self) -> None:
         with torch.no_grad():
