@@ -173,7 +173,7 @@ class _ExtendTuple(argparse.Action):
 
 def _element(kind: Any) -> Callable[[str], Any]:
     """The type that reads one value: of `tuple[Path, ...]` and of `Path | None` it is Path."""
-    if kind == int | str:
+    if kind in (int | str, int | str | None):
         return _number_or_word
     if typing.get_origin(kind) in (tuple, types.UnionType):
         element: Callable[[str], Any] = typing.get_args(kind)[0]

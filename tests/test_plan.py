@@ -187,6 +187,15 @@ def test_stages_that_cut_inside_nodes_are_shown_where_these_are_said() -> None:
     assert [row.stage for row in only.rows] == ["hpz"]
 
 
+def test_the_command_takes_names_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--devices 16 --devices-per-node 8 --stage hpz --sequence 16 --simulate"
+    assert cli.main(["plan", "2M", "--layers", "2", "--hidden", "128", *options.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "Recommended: hpz" in printed
+    assert 'onecopy.shard(model, optimizer, stage="hpz", precision="bf16")' in printed
+    assert "Simulated: hpz, one rank of 16" in printed
+
+
 def test_seconds_of_links() -> None:
     """Eight devices share what leaves a node; one node has nobody to send to."""
     speeds = {"node_link": "100GB/s", "network": "12.5GB/s"}
