@@ -117,10 +117,7 @@ def messages_of(one: SizedUnit, rank: int, quantize: Quantize | None = None) -> 
     Values of the own slice go to the other nodes, and those of the node part then to the ranks of
     this node; a sum goes the other way, each time what is not handled, or owned, here.
     """
-    wires, how_far = _Wires.of(one, quantize), one.cut.optimizer
-    messages = {"whole": _of_whole, "node": _of_nodes, "world": _of_world}[how_far](
-        one, rank, wires
-    )
+    messages = _counted(one, rank, _Wires.of(one, quantize))
     return messages if one.unit.trainable else replace(messages, sums=NOTHING, last_sums=None)
 
 
@@ -134,8 +131,12 @@ def kept_errors(one: SizedUnit, rank: int, quantize: Quantize | None) -> int:
     kept, nothing = _Wire(0, Coding("int8", quantize.block)), _Wire(0)
     wires = _Wires.of(one, quantize)
     coded = (kept if wire.coding else nothing for wire in (wires.sums, wires.sums_across))
-    count = {"whole": _of_whole, "node": _of_nodes, "world": _of_world}[one.cut.optimizer]
-    return count(one, rank, _Wires(nothing, nothing, *coded)).sums.total
+    return _counted(one, rank, _Wires(nothing, nothing, *coded)).sums.total
+
+
+def _counted(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
+    by_cut = {"whole": _of_whole, "node": _of_nodes, "world": _of_world}
+    return by_cut[one.cut.optimizer](one, rank, wires)
 
 
 def _of_whole(one: SizedUnit, rank: int, wires: _Wires) -> Messages:
@@ -191,8 +192,7 @@ def _sums_of_world(one: SizedUnit, rank: int, wires: _Wires, windows: Windows) -
 
 def _windows(one: SizedUnit, here: range, coding: Coding | None) -> Windows:
     """Long sums that are coded go in pieces, where more than one rank and one node are in them."""
-    cluster = one.cluster
-    strides = one.layout.strides
+    cluster, strides = one.cluster, one.layout.strides
     longest = max(sum(strides[low.start : low.stop]) for low in map(cluster.handled, here))
     if coding is None or len(here) == 1 or cluster.num_nodes == 1:
         return [ALL]
