@@ -277,6 +277,36 @@ def test_masters_are_exact(pool: Pool, stage: int, precision: str | None) -> Non
     pool.run(2, look_and_write, stage, precision)
 
 
+def write_one(stage: int, offload: str | None) -> None:
+    """What shares a block with a written value is not written, however often it is looked at."""
+    model = build()
+    optimizer = adamw(model.parameters())
+    quantize = Quantize(weights="int4", gradients=None)
+    onecopy.shard(model, optimizer, stage=stage, quantize=quantize, offload=offload)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with torch.no_grad():
+        model(data(0))
+        # Beyond all others: codes of its block have another scale.
+        model.blocks[0].up.bias.copy_(torch.linspace(10.0, 20.0, 64))
+    before["blocks.0.up.bias"] = torch.linspace(10.0, 20.0, 64)
+    for _ in range(2):
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        look(model)
+
+
+@pytest.mark.sampled(
+    "stage, offload",
+    list(itertools.product((1, 2, 3), (None, "cpu", "nvme"))),
+    3,
+    always=[(1, "nvme"), (2, None)],
+)
+def test_what_is_beside_a_write_stays(
+    pool: Pool, tmp_path: Path, stage: int, offload: str | None
+) -> None:
+    pool.run(2, write_one, stage, f"nvme:{tmp_path}" if offload == "nvme" else offload)
+
+
 # Together with everything else ------------------------------------------------------------------
 
 

@@ -52,6 +52,9 @@ class OwnedSlice:
     """
 
     as_sent: Callable[[torch.Tensor], torch.Tensor] | None = None
+    # (s,) where that is set: the flat buffer's values when what was written there was last taken.
+    # Codes of the new master would differ in the whole block.
+    _taken: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -89,6 +92,10 @@ class OwnedSlice:
             piece.index: nn.Parameter(self._part(piece), requires_grad=trainable[piece.index])
             for piece in layout.pieces(self.rank)
         }
+
+    def renew(self, as_sent: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """The flat buffer gets new values, what `as_sent` makes of the masters if it is set."""
+        self.as_sent, self._taken = as_sent, None
 
     # The master -------------------------------------------------------------------------------
 
@@ -387,6 +394,8 @@ class OwnedSlice:
         if not self.has_own_values:
             return
         whole, coded = self.own.to(self.device), self._coded()
+        if coded is not None and not torch.equal(whole, coded):
+            self._taken = whole.clone()
         for low, master in self._parts():
             own = whole[low : low + master.numel()]
             changed = _changed(whole, coded, low, master)
@@ -403,6 +412,8 @@ class OwnedSlice:
         """(s,) what the flat buffer has where nobody has written, if codes have made it."""
         if self.as_sent is None:
             return None
+        if self._taken is not None:
+            return self._taken
         rounded = torch.empty_like(self.own, device=self.device)
         for low, master in self._parts():
             rounded[low : low + master.numel()].copy_(master)

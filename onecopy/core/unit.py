@@ -307,7 +307,7 @@ class Unit:
         The gathered values are exact, and the masters have what was written into them.
         """
         if self._collectives.quantizes_values:
-            self.slice.as_sent = self._collectives.as_sent
+            self.slice.renew(self._collectives.as_sent)
             for part in self.flat.split_with_sizes(list(self.layout.slice_numels)):
                 part.copy_(self._collectives.as_sent(part))
 
@@ -530,11 +530,11 @@ class Unit:
         if is_coded and exactly:
             # What the node has together is what codes have made.
             self.drop_secondary()
-            self.slice.as_sent = None
+            self.slice.renew(None)
             own = self.slice.rounded()
             self._pending = self._collectives.gather(self.flat, own, numels, self.number)
         else:
-            self.slice.as_sent = self._collectives.as_sent if is_coded else None
+            self.slice.renew(self._collectives.as_sent if is_coded else None)
             # The node has all values together already?
             found = None if self.secondary is not None else self.slice.rounded()
             if found is not None and self._stage.keeps_secondary:
