@@ -16,6 +16,7 @@ from torch import nn
 from onecopy import handle
 from onecopy.comm import groups as comm_groups
 from onecopy.comm import link_speed
+from onecopy.comm.coding import Coding
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.nodes import find_machines, find_nodes, make_groups
@@ -24,6 +25,7 @@ from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config, Offload, Quantize
 from onecopy.core import build
 from onecopy.core.backward import Backward
+from onecopy.core.coded import code_frozen
 from onecopy.core.conversion import convert_buffers
 from onecopy.core.copying import copy_plain
 from onecopy.core.engine import Engine
@@ -509,6 +511,8 @@ def _shard_one(
         specs = place_units(
             specs, config, releases=releases, rank=world.ranks[world.rank], events=events
         )
+        if quantize is not None and quantize.frozen is not None and releases:
+            specs = code_frozen(specs, Coding(quantize.frozen, quantize.block))
         sources = build.sources_of(model)
         engine = Engine(model, specs, config, collectives)
         if sources:

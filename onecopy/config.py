@@ -282,6 +282,9 @@ class Quantize:
         alone is None for both. Where there is one node, the first counts.
     block: how many values share a scale, an even number.
     error_feedback: keep what gradients lose, coded in 8 bits, and add it to the next ones.
+    frozen: code in which owners keep the parameters of units in which nothing is trained, where
+        parameters are cut; None keeps them as they are. Values are rounded for good, once, at
+        `shard`.
 
     Sources: qwZ and qgZ of ZeRO++ (Wang et al. 2023); error feedback of LoCo (Xie et al. 2024).
     """
@@ -290,11 +293,14 @@ class Quantize:
     gradients: tuple[str | None, str | None] | None = ("int8", "int4")
     block: int = 2048
     error_feedback: bool = False
+    frozen: str | None = None
 
     def __post_init__(self) -> None:
         # In files 0 stands for None.
         object.__setattr__(self, "weights", self.weights or None)
         _check_choice("quantize.weights", self.weights, (*CODES, None))
+        object.__setattr__(self, "frozen", self.frozen or None)
+        _check_choice("quantize.frozen", self.frozen, (*CODES, None))
         object.__setattr__(self, "gradients", _pair_of_codes(self.gradients))
         block = self.block
         is_number = isinstance(block, int) and not isinstance(block, bool)
@@ -310,7 +316,7 @@ class Quantize:
                 "quantize.error_feedback keeps what quantized gradients lose, and "
                 "quantize.gradients is None: leave one of both out"
             )
-        if self.weights is None and self.gradients is None:
+        if {self.weights, self.gradients, self.frozen} == {None}:
             raise ConfigError(
                 "quantize with weights=None and gradients=None quantizes nothing: say quantize=None"
             )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from onecopy.core.coded import CodedMaster
 from onecopy.core.offload import HOST
 from onecopy.core.slice_on_disk import SliceOnDisk
 from onecopy.core.split import SplitMaster
@@ -30,6 +31,7 @@ from onecopy.core.views import is_fake, view_of
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
+    from onecopy.comm.coding import Coding
     from onecopy.comm.groups import Groups
     from onecopy.core.layout import Layout, Piece
     from onecopy.core.offload import Arriving, HostLane, Placement
@@ -77,7 +79,7 @@ class OwnedSlice:
         self._replica = groups.replica
         self._master = master
         self._views = views
-        self._resting: SplitMaster | Swapped | None = None
+        self._resting: CodedMaster | SplitMaster | Swapped | None = None
         # Where states are on disk.
         self.disk: SliceOnDisk | None = None
         self._placement: Placement | None = None
@@ -210,6 +212,17 @@ class OwnedSlice:
         self._resting = SplitMaster(self.own, self._master, self.pieces.values())
         self._resting.rest()
 
+    def begin_coded(self, coding: Coding) -> None:
+        """From now on the master, which nobody trains, is kept as codes."""
+        self._resting = CodedMaster(self._master, self.pieces.values(), coding)
+        self._resting.rest()
+
+    def end_coded(self) -> None:
+        """Somebody trains it: from now on it is kept as what the codes say."""
+        if isinstance(self._resting, CodedMaster):
+            self._resting.join()
+            self._resting = None
+
     @property
     def is_split(self) -> bool:
         """The master is kept as the bf16 slice and a remainder."""
@@ -292,6 +305,8 @@ class OwnedSlice:
             return self.own
         if self._resting is not None:
             self._resting.rest()
+            if isinstance(self._resting, CodedMaster):
+                return self._resting.write(self.own)
             return self.own
         if self._master.dtype != self.own.dtype:
             return self.own.copy_(self._master)
@@ -393,6 +408,8 @@ class OwnedSlice:
             self.join_master()
         if not self.has_own_values:
             return
+        if isinstance(self._resting, CodedMaster):
+            self._resting.join()
         whole, coded = self.own.to(self.device), self._coded()
         if coded is not None and not torch.equal(whole, coded):
             self._taken = whole.clone()
@@ -407,6 +424,8 @@ class OwnedSlice:
                 self.disk.keep(low, master)
         if self.disk is None:
             self._is_stale = True
+        if isinstance(self._resting, CodedMaster):
+            self._resting.rest()
 
     def _coded(self) -> torch.Tensor | None:
         """(s,) what the flat buffer has where nobody has written, if codes have made it."""
@@ -421,7 +440,9 @@ class OwnedSlice:
         return self.as_sent(rounded.to(self.own.device)).to(self.device)
 
     def _parts(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """The master in parts, each with its first element; copies where it rests on disk."""
+        """The master in parts, each with its first element; copies where it rests."""
+        if isinstance(self._resting, CodedMaster):
+            return ((0, self._resting.part(0, self._master.numel())),)
         return ((0, self._master),) if self.disk is None else self.disk.parts()
 
     def load(self, index: int, value: torch.Tensor, *, is_gathered: bool) -> None:

@@ -45,6 +45,7 @@ from onecopy.errors import ShardingError, UnitStateError
 from onecopy.memory import buffers
 
 if TYPE_CHECKING:
+    from onecopy.comm.coding import Coding
     from onecopy.comm.collectives import Collectives, Pending
     from onecopy.core.backward import Call
     from onecopy.core.offload import Placement
@@ -78,6 +79,7 @@ class UnitSpec:
     owners: where no parameter may be cut, the slice that holds each, once assigned.
     stays: parameters stay gathered at every stage.
     placement: where states lie that are offloaded; None keeps all on the device.
+    coding: how what is frozen is kept by its owner; None keeps it as it is.
     """
 
     name: str
@@ -90,6 +92,7 @@ class UnitSpec:
     owners: tuple[int, ...] | None = None
     stays: bool = False
     placement: Placement | None = None
+    coding: Coding | None = None
 
 
 class Unit:
@@ -174,6 +177,8 @@ class Unit:
             self.show_as_sent()
         self._placement = spec.placement
         self._place_master(is_trained=spec.trainable)
+        if spec.coding is not None and not self.slice.is_offloaded:
+            self.slice.begin_coded(spec.coding)
 
     def _values(
         self, device: torch.device, low: int, high: int
@@ -220,6 +225,7 @@ class Unit:
             dtypes: as they would have been if the parameters had been trainable at shard.
         """
         self.drop_secondary()
+        self.slice.end_coded()
         self.slice.convert(dtypes.master)
         self.dtypes = dtypes
         for index, piece in self.slice.pieces.items():
