@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -402,6 +403,26 @@ def test_the_same_whatever_a_loop_does(
             total += found
     assert total["kept"], total
     assert total["redone"], total
+
+
+def save_in_between(folder: Path) -> list[str]:
+    """A checkpoint between backward and step: what it brings back, beside what was there."""
+    loop = Loop("momentum", ahead=True, stage=2)
+    with patient():
+        for _ in range(2):
+            loop.backward()
+            loop.step()
+        before = loop.digests()
+        loop.backward()
+        onecopy.save(folder, loop.model, loop.optimizer)
+        loop.step()
+    onecopy.load(folder, loop.model, loop.optimizer)
+    return [one for one in loop.digests() if one not in before]
+
+
+def test_a_checkpoint_has_the_states_of_before(pool: Pool, tmp_path: Path) -> None:
+    for changed in pool.run(2, save_in_between, tmp_path):
+        assert not changed
 
 
 def overflowing() -> tuple[list[str], list[str], Counter[str]]:

@@ -329,6 +329,9 @@ class Binding:
 
     def publish(self) -> None:
         """Bring an update that is under way into the parameters; all ranks together."""
+        if self._ahead is not None:
+            # Between backward and step: what is looked at, or saved, are the states of before.
+            self._ahead.drop()
         if self._delayed is None or not self._delayed.is_under_way:
             return
         for engine, _ in self.engines:
