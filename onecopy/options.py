@@ -48,15 +48,21 @@ def bytes_of(text: str) -> int:
 
 
 def speed_of(text: str) -> int:
-    """A speed for people in bytes per second: 3.2GB/s, or 3.2GB.
+    """A speed for people in bytes per second: 3.2GB/s, 3.2GB, or 25Gbit/s, 25Gb/s in bits.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or bits and bytes cannot be told apart.
     """
+    size = re.sub(r"/s\s*$", "", text)
+    bits = re.fullmatch(r"(.*?)(bits?|bps|(?<![kmgti])b)\s*", size)
     try:
-        return bytes_of(re.sub(r"/s\s*$", "", text))
+        if size.rstrip().endswith("b") and bits is None:
+            raise ConfigError(f"{text!r} may mean bits or bytes")
+        return max(1, bytes_of(bits[1]) // 8) if bits else bytes_of(size)
     except ConfigError as error:
-        raise ConfigError(f"{text!r} is no speed: say 3.2GB/s or 900MB/s, for example") from error
+        raise ConfigError(
+            f"{text!r} is no speed: say 3.2GB/s in bytes, or 25Gbit/s in bits, for example"
+        ) from error
 
 
 def check_choices(record: Any) -> None:

@@ -20,6 +20,7 @@ import onecopy
 import onecopy.handle
 from onecopy import cli
 from onecopy.errors import ConfigError
+from onecopy.options import speed_of
 from onecopy.planner import page
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.rows import ALL_HOST, ALL_NVME, HOST, NVME, Seconds
@@ -620,6 +621,12 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         onecopy.plan(tmp_path)
 
 
+@pytest.mark.parametrize("speed", ["100Gbit/s", "100 Gb/s", "100gbps", "12.5GB/s", "12.5gB"])
+def test_speeds_of_networks_in_bits_and_in_bytes(speed: str) -> None:
+    """Networks are sold in bits: 100 Gb/s, as onecopy doctor shows them, is not 100 GB/s."""
+    assert speed_of(speed) == 12_500_000_000
+
+
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
@@ -627,6 +634,9 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         ({"devices": 0}, "--devices is 0: give 1 or more"),
         ({"devices": 12}, "say --devices-per-node too"),
         ({"devices": 8, "devices_per_node": 3}, "leaves a node with 2"),
+        ({"devices": 4, "devices_per_node": 8}, "but --devices, over all nodes, is 4"),
+        ({"network": "fast"}, "in bytes, or 25Gbit/s in bits"),
+        ({"network": "1gb/s"}, "in bytes, or 25Gbit/s in bits"),
         ({"device_memory": "much"}, "no size: say 5GB"),
         ({"host_memory": "much"}, "no size: say 5GB"),
         ({"nvme": "much"}, "no size: say 5GB"),

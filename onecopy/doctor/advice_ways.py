@@ -157,8 +157,9 @@ def _link_speed(facts: Facts) -> Iterator[Finding]:
         topic="network",
         seen=f"the fastest link has {fastest / 1000:g} Gb/s",
         why=why,
-        remedy="a faster network, a larger batch per step, or a stage that sends less: "
-        "onecopy plan MODEL --devices N",
+        remedy="a faster network, a larger batch per step, or less that goes across "
+        "(docs/slow-networks.md): onecopy plan MODEL --devices N --devices-per-node X --network "
+        f"{fastest / 1000:g}Gbit/s",
     )
 
 

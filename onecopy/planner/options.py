@@ -100,7 +100,8 @@ class PlanOptions:
     network: str | None = field(
         default=None,
         metadata=describe(
-            "what a node sends per second to other nodes, for all its devices: 12.5GB/s",
+            "what a node sends per second to other nodes, for all its devices: 12.5GB/s, or "
+            "100Gbit/s",
             metavar="SPEED",
         ),
     )
@@ -165,6 +166,11 @@ class PlanOptions:
         else:
             check_choices(self)
         per_node = self.cluster.devices_per_node
+        if per_node > self.devices:
+            raise ConfigError(
+                f"--devices-per-node is {per_node}, but --devices, over all nodes, is "
+                f"{self.devices}: say how many there are in all."
+            )
         if self.devices % per_node:
             raise ConfigError(
                 f"--devices is {self.devices} with {per_node} devices in a node, which leaves a "
