@@ -449,10 +449,13 @@ def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str
     stage = stage_of(config.chosen_stage)
     if not stage.needs_nodes or len(nodes) > 1 or len(nodes[0]) == 1:
         return None
+    remedy = "Say node_size=... if torchrun does not know of the nodes"
+    if config.node_size is not None:
+        remedy = f"node_size={config.node_size} makes it one: say less where there are several"
     return (
         f"stage={config.chosen_stage!r} cuts states inside nodes, and all {len(nodes[0])} ranks "
-        f"are in one node: here it is {stage.on_one_node.name} ({stage.on_one_node.cuts}). Say "
-        "node_size=... if torchrun does not know of the nodes"
+        f"are in one node: here it is {stage.on_one_node.name} ({stage.on_one_node.cuts}). "
+        f"{remedy}"
     )
 
 

@@ -429,6 +429,12 @@ class Config:
 
     def _take_quantize(self) -> None:
         if not isinstance(self.quantize, Quantize):
+            if self.quantize in CODES:
+                raise ConfigError(
+                    f"quantize={self.quantize!r} does not say what is coded: give "
+                    f'Quantize(weights="{self.quantize}", gradients=None) for parameters only, or '
+                    '"zero++" for parameters in int8 and gradients in int8 and int4'
+                )
             _check_choice("quantize", self.quantize, (AUTO, ZEROPP, None))
         if self.quantize == ZEROPP:
             object.__setattr__(self, "quantize", Quantize())
@@ -569,6 +575,15 @@ def _check_stage(stage: int | str) -> None:
     """A number, "auto", a preset, or three cuts of which none is coarser than the one before."""
     cuts = stage.split("/") if isinstance(stage, str) else []
     if len(cuts) != 3:
+        if stage == ZEROPP:
+            raise ConfigError(
+                'stage="zero++" is two settings: say stage="hpz" and quantize="zero++"'
+            )
+        if len(cuts) > 1:
+            raise ConfigError(
+                f"stage={stage!r}: give three cuts, of parameters, gradients and optimizer states, "
+                'each "whole", "node" or "world", for example "whole/node/world"'
+            )
         _check_choice("stage", stage, (*STAGES, AUTO, *HYBRIDS))
         return
     for cut, what in zip(cuts, ("parameters", "gradients", "optimizer states"), strict=True):
