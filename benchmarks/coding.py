@@ -17,8 +17,8 @@ import torch
 
 from onecopy.comm.codec import decode, encode
 from onecopy.comm.coding import Coding
-from onecopy.config import CODES
 from onecopy.memory import buffers
+from onecopy.policies import CODES
 
 ROUNDS = 9
 MIB = 1 << 20

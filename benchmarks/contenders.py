@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from benchmarks.model import GPT, SIZES
-from onecopy.config import Quantize
+from onecopy.policies import Quantize
 
 __all__ = ["CONTENDERS", "FLOORS", "ONECOPY", "Contender", "Setting", "build", "floor_of"]
 

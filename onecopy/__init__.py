@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.loading import load as load
     from onecopy.checkpoint.saving import save as save
     from onecopy.config import Config as Config
-    from onecopy.config import Offload as Offload
-    from onecopy.config import Precision as Precision
-    from onecopy.config import Quantize as Quantize
     from onecopy.core.build import init_sharded as init_sharded
     from onecopy.core.pretrained import load_pretrained as load_pretrained
     from onecopy.core.tiling import tile_linears as tile_linears
@@ -34,16 +31,19 @@ if TYPE_CHECKING:
     from onecopy.errors import OneCopyError as OneCopyError
     from onecopy.launcher import launch as launch
     from onecopy.planner.plan import plan as plan
+    from onecopy.policies import Offload as Offload
+    from onecopy.policies import Precision as Precision
+    from onecopy.policies import Quantize as Quantize
     from onecopy.recording.record import record as record
 
 __version__ = "0.1.0.dev0"
 
 _WHERE = {
     "Config": "onecopy.config",
-    "Offload": "onecopy.config",
+    "Offload": "onecopy.policies",
     "OneCopyError": "onecopy.errors",
-    "Precision": "onecopy.config",
-    "Quantize": "onecopy.config",
+    "Precision": "onecopy.policies",
+    "Quantize": "onecopy.policies",
     "async_save": "onecopy.checkpoint.background",
     "clip_grad_norm_": "onecopy.api",
     "config_of": "onecopy.api",

@@ -22,7 +22,7 @@ from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.nodes import find_machines, find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
-from onecopy.config import AUTO, Config, Offload, Quantize
+from onecopy.config import AUTO, Config
 from onecopy.core import build
 from onecopy.core.backward import Backward
 from onecopy.core.coded import code_frozen
@@ -52,6 +52,7 @@ from onecopy.events import Events
 from onecopy.memory import buffers
 from onecopy.planner.choose import choose_stage
 from onecopy.planner.room import check_room
+from onecopy.policies import Offload, Quantize
 from onecopy.report.announce import announce
 from onecopy.report.dtypes import describe
 

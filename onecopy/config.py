@@ -1,27 +1,34 @@
-"""Config and its policies: frozen dataclasses, validated with errors that read like advice.
+"""Config: everything that `shard` can be told, validated with errors that read like advice.
 
-Free of torch, so that commands and planners can read a configuration without loading it. Dtypes
-are therefore names ("fp32", "bf16", "fp16"); `core/precision.py` turns them into torch dtypes.
+Free of torch, as its policies are; see policies.py.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from onecopy.errors import ConfigError
 from onecopy.options import bytes_of, unknown_setting
+from onecopy.policies import (
+    CODES,
+    DTYPE_NAMES,
+    Offload,
+    Precision,
+    Quantize,
+    changed,
+    check_choice,
+    names_of,
+    settings_of,
+)
 
-__all__ = ["Config", "Offload", "Precision", "Quantize"]
+__all__ = ["Config"]
 
-DTYPE_NAMES = ("fp32", "bf16", "fp16")
-MASTERS = ("fp32", "bf16+16", "bf16")
 AUTO = "auto"
 # The codes of the paper, which are the defaults of Quantize.
 ZEROPP = "zero++"
@@ -41,289 +48,6 @@ HYBRIDS = {
     "hpz": "node/world/world",
 }
 SAVED_TENSORS = ("auto", "always")
-# Codes of block quantization; comm/coding.py says what they are.
-CODES = ("int8", "int4", "fp8")
-# So few that scales would be half of what is sent, and so many that scales say nothing.
-MIN_BLOCK, MAX_BLOCK = 16, 1 << 16
-# From the fastest and smallest to the slowest and largest.
-TIERS = ("device", "host", "nvme")
-BUFFER_BYTES = 256 << 20
-PINNED_BYTES = 256 << 20
-# A page for each of the parts that copies go through; see memory/staging.py.
-MIN_PINNED_BYTES = 4 * 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Which dtype serves where.
-
-    compute: dtype of the parameters that forward and backward see, "fp32", "bf16" or "fp16"; None
-        keeps each parameter's own.
-    reduce: dtype of gradients on the wire; None means the compute dtype. Whatever it is, sums are
-        made in fp32.
-    keep_fp32: modules that stay in fp32 under a lower compute dtype, by class name or by module
-        name, shell patterns allowed ("RMSNorm", "layers.*.router"), with all that is inside them.
-        Their floating-point inputs are cast to fp32 and their outputs back. Norms with running
-        statistics in fp32 (batch norms) are always kept, and what Hugging Face models list.
-    cast_inputs: cast floating-point inputs of the sharded model to the compute dtype.
-    cast_outputs: cast its floating-point outputs to this dtype; None leaves them as they are
-        computed, except that fp16 becomes fp32: gradients are then scaled before they are fp16.
-    loss_scale: a fixed factor on fp16 gradients, 1.0 to switch scaling off; None finds it
-        (see `core/loss_scale.py`). The loop need not know of it.
-    master: the slice that the optimizer updates, where the compute dtype is bf16. None or "fp32":
-        kept in fp32 (mixed precision as in Micikevicius et al., ICLR 2018). "bf16+16": the same
-        values to the last bit, kept as the bf16 parameter and 16 more bits, which saves 2 bytes an
-        owned element where parameters stay (stages 0 to 2). "bf16": no fp32 values at all; updates
-        smaller than half a unit in the last place are lost.
-    gradient: dtype in which owners keep the mean gradient, "fp32" or "bf16"; None means that of
-        the values that the optimizer updates. Sums are made in fp32 and rounded when kept.
-    """
-
-    compute: str | None = None
-    reduce: str | None = None
-    keep_fp32: tuple[str, ...] = ()
-    cast_inputs: bool = True
-    cast_outputs: str | None = None
-    loss_scale: float | None = None
-    master: str | None = None
-    gradient: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_choice("precision.compute", self.compute, (*DTYPE_NAMES, None))
-        _check_choice("precision.reduce", self.reduce, (*DTYPE_NAMES, None))
-        _check_choice("precision.cast_outputs", self.cast_outputs, (*DTYPE_NAMES, None))
-        object.__setattr__(self, "keep_fp32", _names("precision.keep_fp32", self.keep_fp32))
-        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
-            raise ConfigError(
-                f"precision.loss_scale={self.loss_scale}: give a positive factor, 1.0 for no "
-                "scaling, or None to let it be found"
-            )
-        _check_choice("precision.master", self.master, (*MASTERS, None))
-        _check_choice("precision.gradient", self.gradient, ("fp32", "bf16", None))
-        if self.master not in (None, "fp32") and self.compute not in (None, "bf16"):
-            raise ConfigError(
-                f"precision.master={self.master!r} needs parameters that compute in bf16, but "
-                f'precision.compute={self.compute!r}: say compute="bf16", or leave master out'
-            )
-
-    def written(self) -> str:
-        """The call that makes it: Precision(compute="bf16", ...)."""
-        settings = (
-            f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
-            for name, value in _changed(self)
-        )
-        return f"Precision({', '.join(settings)})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """Where states lie: each of the three on the "device", in "host" memory, or on "nvme".
-
-    optimizer: masters and optimizer states; away from the device, the optimizer runs on the host.
-    gradients: the means that this rank owns, until the step takes them, unit by unit. On "nvme"
-        where the optimizer's states are, too.
-    parameters: what this rank owns of the parameters, at stage 3: each gather brings it up. On the
-        device it is brought up once a step. On "nvme" where the optimizer's states are, too.
-    fraction: from 0 to 1, the share of the model whose states these are: its first units. The
-        states of the others stay on the device.
-    delayed_update: the optimizer runs while the next forward and backward run, so that gradients
-        are taken one update earlier. True begins after 40 steps; a number is that of the first
-        step whose update is delayed, 1 the very first.
-    speculative_step: the host updates each unit as soon as its gradient has arrived, while the rest
-        of the backward runs, and the step keeps what clipping, overflow or the loop have not made
-        wrong. Values are the same to the last bit, for the memory of a second copy of masters and
-        optimizer states (SuperOffload, Lian et al. 2025).
-    path: with "nvme", a folder on the drive, the same on every node; each rank makes a private one
-        below it, which goes when training ends.
-    pinned_bytes: host memory that each rank may pin for copies to and from an accelerator, whatever
-        their size; without an accelerator none is.
-    buffer_bytes: with "nvme", host memory of each rank for what is being read, updated and written.
-
-    Sources: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
-    """
-
-    optimizer: str = "device"
-    gradients: str = "device"
-    parameters: str = "device"
-    fraction: float = 1.0
-    delayed_update: bool | int = False
-    speculative_step: bool = False
-    path: str | Path | None = None
-    buffer_bytes: int = BUFFER_BYTES
-    pinned_bytes: int = PINNED_BYTES
-
-    def __post_init__(self) -> None:
-        for name in ("optimizer", "gradients", "parameters"):
-            _check_choice(f"offload.{name}", getattr(self, name), TIERS)
-        self._check_tiers()
-        self._check_nvme()
-        if isinstance(self.fraction, bool) or not 0 <= self.fraction <= 1:
-            raise ConfigError(f"offload.fraction={self.fraction}: give a share, from 0 to 1")
-        if not isinstance(self.delayed_update, int) or self.delayed_update < self.is_delayed:
-            raise ConfigError(
-                f"offload.delayed_update={self.delayed_update!r}: give True, False, or the number "
-                "of the first step whose update is delayed, 1 or more"
-            )
-        places = self.optimizer, self.gradients, self.parameters
-        if self.is_delayed and places != ("host", "host", "device"):
-            raise ConfigError(
-                "offload.delayed_update: the optimizer runs on the host while the device computes "
-                'with the values from before. Say optimizer="host", gradients="host", '
-                'parameters="device"'
-            )
-        if self.is_delayed and self.fraction < 1:
-            raise ConfigError(
-                f"offload.delayed_update and offload.fraction={self.fraction}: some units would be "
-                "updated by gradients of another age than others. Leave one of both out"
-            )
-        self._check_speculative_step()
-
-    def _check_speculative_step(self) -> None:
-        if not isinstance(self.speculative_step, bool):
-            raise ConfigError(
-                f"offload.speculative_step={self.speculative_step!r}: give True or False"
-            )
-        if self.speculative_step and (self.optimizer, self.gradients) != ("host", "host"):
-            raise ConfigError(
-                f"offload.speculative_step with offload.optimizer={self.optimizer!r} and "
-                f"offload.gradients={self.gradients!r}: it is the host that updates ahead of the "
-                'step, in its own memory. Say optimizer="host", gradients="host", or leave '
-                "speculative_step out"
-            )
-        if self.speculative_step and self.is_delayed:
-            raise ConfigError(
-                "offload.speculative_step and offload.delayed_update: the one updates before the "
-                "step, within the backward, the other after it. Leave one of both out"
-            )
-
-    def _check_tiers(self) -> None:
-        """The device and host memory go together as one likes; a drive is below both."""
-        for name in ("gradients", "parameters"):
-            if getattr(self, name) == "nvme" != self.optimizer:
-                raise ConfigError(
-                    f"offload.{name}='nvme', but offload.optimizer={self.optimizer!r}: nothing "
-                    f'lies below the masters. Say {name}="host", or optimizer="nvme" too'
-                )
-
-    def _check_nvme(self) -> None:
-        if self.path is not None:
-            # One form, so that ranks and files compare and write it.
-            object.__setattr__(self, "path", str(self.path))
-        if self.optimizer == "nvme" and not self.path:
-            raise ConfigError(
-                'offload.optimizer="nvme" needs offload.path: a folder on the drive that is to '
-                "hold the states"
-            )
-        if self.optimizer != "nvme" and self.path is not None:
-            raise ConfigError(
-                f"offload.path={self.path!r} is for states on NVMe, and optimizer="
-                f'{self.optimizer!r}: say optimizer="nvme", gradients="nvme", or leave path out'
-            )
-        size = self.buffer_bytes
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"offload.buffer_bytes={size!r}: give a number of bytes, 1 or more")
-        size = self.pinned_bytes
-        if not isinstance(size, int) or isinstance(size, bool) or size < MIN_PINNED_BYTES:
-            raise ConfigError(
-                f"offload.pinned_bytes={size!r}: give a number of bytes. The parts that copies go "
-                f"through need {MIN_PINNED_BYTES} at least; {PINNED_BYTES} is what is taken unasked"
-            )
-
-    @classmethod
-    def from_short_form(cls, text: str) -> Offload:
-        """What "cpu", or "nvme:/path", is short for.
-
-        Raises:
-            ConfigError: it is neither.
-        """
-        kind, _, path = text.partition(":")
-        if kind == "nvme":
-            if not path:
-                raise ConfigError(
-                    f'offload={text!r} needs a folder on the drive: "nvme:/path/to/folder"'
-                )
-            return cls(optimizer="nvme", gradients="nvme", parameters="nvme", path=path)
-        _check_choice("offload", text, ("cpu", "nvme:/path"))
-        return cls(optimizer="host", gradients="host")
-
-    def written(self) -> str:
-        """What `shard` is given, as short as it can be: "cpu", "nvme:/path" or Offload(...)."""
-        for short in ("cpu", f"nvme:{self.path}"):
-            if self == Offload.from_short_form(short):
-                return json.dumps(short)
-        settings = (f"{name}={json.dumps(value)}" for name, value in _changed(self))
-        return f"onecopy.Offload({', '.join(settings)})"
-
-    @property
-    def is_all_on_device(self) -> bool:
-        """Nothing is offloaded."""
-        return {self.optimizer, self.gradients, self.parameters} == {"device"}
-
-    @property
-    def is_all_on_nvme(self) -> bool:
-        """Everything that a stage cuts is on NVMe: what "nvme:/path" means at each stage."""
-        return {self.optimizer, self.gradients, self.parameters} == {"nvme"}
-
-    @property
-    def is_delayed(self) -> bool:
-        """Updates run beside the next forward and backward."""
-        return self.delayed_update is not False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantize:
-    """What travels in fewer bits: blocks of values share a scale, and are sent as codes.
-
-    Masters and optimizer states stay exact, and so do sums, checkpoints and state dicts.
-
-    weights: code of the parameters that leave a node in a gather (where there is one node: that
-        leave a rank), "int8", "int4" or "fp8"; None sends them as they are.
-    gradients: codes of gradients inside a node and across nodes, each one of these or None; None
-        alone is None for both. Where there is one node, the first counts.
-    block: how many values share a scale, an even number.
-    error_feedback: keep what gradients lose, coded in 8 bits, and add it to the next ones.
-    frozen: code in which owners keep the parameters of units in which nothing is trained, where
-        parameters are cut; None keeps them as they are. Values are rounded for good, once, at
-        `shard`.
-
-    Sources: qwZ and qgZ of ZeRO++ (Wang et al. 2023); error feedback of LoCo (Xie et al. 2024).
-    """
-
-    weights: str | None = "int8"
-    gradients: tuple[str | None, str | None] | None = ("int8", "int4")
-    block: int = 2048
-    error_feedback: bool = False
-    frozen: str | None = None
-
-    def __post_init__(self) -> None:
-        # In files 0 stands for None.
-        object.__setattr__(self, "weights", self.weights or None)
-        _check_choice("quantize.weights", self.weights, (*CODES, None))
-        object.__setattr__(self, "frozen", self.frozen or None)
-        _check_choice("quantize.frozen", self.frozen, (*CODES, None))
-        object.__setattr__(self, "gradients", _pair_of_codes(self.gradients))
-        block = self.block
-        is_number = isinstance(block, int) and not isinstance(block, bool)
-        if not is_number or not MIN_BLOCK <= block <= MAX_BLOCK or block % 2:
-            raise ConfigError(
-                f"quantize.block={block!r}: give an even number of values from {MIN_BLOCK} to "
-                f"{MAX_BLOCK}; 2048 is usual, fewer cost bytes for scales and lose less"
-            )
-        if not isinstance(self.error_feedback, bool):
-            raise ConfigError(f"quantize.error_feedback={self.error_feedback!r}: True or False")
-        if self.error_feedback and self.gradients is None:
-            raise ConfigError(
-                "quantize.error_feedback keeps what quantized gradients lose, and "
-                "quantize.gradients is None: leave one of both out"
-            )
-        if {self.weights, self.gradients, self.frozen} == {None}:
-            raise ConfigError(
-                "quantize with weights=None and gradients=None quantizes nothing: say quantize=None"
-            )
-
-    def written(self) -> str:
-        """The call that makes it: Quantize(weights="int4", ...)."""
-        return f"Quantize({', '.join(f'{name}={value!r}' for name, value in _changed(self))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,17 +119,17 @@ class Config:
         _check_stage(self.stage)
         _check_node_size(self.node_size)
         _check_memory(self)
-        _check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
+        check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
         if not isinstance(self.whole_parameters, bool):
             raise ConfigError(f"whole_parameters={self.whole_parameters!r}: give True or False")
         if isinstance(self.precision, str):
-            _check_choice("precision", self.precision, DTYPE_NAMES)
+            check_choice("precision", self.precision, DTYPE_NAMES)
             object.__setattr__(self, "precision", Precision(compute=self.precision))
         self._take_offload()
         self._take_quantize()
         if self.units is not None:
-            object.__setattr__(self, "units", _names("units", self.units))
-        object.__setattr__(self, "keep_gathered", _names("keep_gathered", self.keep_gathered))
+            object.__setattr__(self, "units", names_of("units", self.units))
+        object.__setattr__(self, "keep_gathered", names_of("keep_gathered", self.keep_gathered))
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise ConfigError(
                 f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "
@@ -420,7 +144,7 @@ class Config:
             )
 
         if not isinstance(self.step_in_backward, bool):
-            _check_choice("step_in_backward", self.step_in_backward, ("two-pass",))
+            check_choice("step_in_backward", self.step_in_backward, ("two-pass",))
             if self.max_grad_norm is None:
                 raise ConfigError(
                     'step_in_backward="two-pass" measures the gradients in order to clip them: '
@@ -435,7 +159,7 @@ class Config:
                     f'Quantize(weights="{self.quantize}", gradients=None) for parameters only, or '
                     '"zero++" for parameters in int8 and gradients in int8 and int4'
                 )
-            _check_choice("quantize", self.quantize, (AUTO, ZEROPP, None))
+            check_choice("quantize", self.quantize, (AUTO, ZEROPP, None))
         if self.quantize == ZEROPP:
             object.__setattr__(self, "quantize", Quantize())
 
@@ -506,7 +230,7 @@ class Config:
         "default", "config object" (a `Config` that a program has made), the name of a TOML file,
         "argument of shard", or who else has made it by `make`.
         """
-        is_default = getattr(self, name) == _settings_of(type(self))[name].default
+        is_default = getattr(self, name) == settings_of(type(self))[name].default
         return self.origins.get(name, "default" if is_default else "config object")
 
     @property
@@ -542,7 +266,7 @@ class Config:
         Raises:
             ConfigError: a setting is unknown (with the nearest known name) or does not fit.
         """
-        known = _settings_of(cls)
+        known = settings_of(cls)
         for name in settings:
             if name not in known:
                 raise unknown_setting(name, known)
@@ -566,11 +290,6 @@ _POLICIES: dict[str, type[Precision | Offload | Quantize]] = {
 }
 
 
-def _settings_of(record: type[Config | Offload | Precision | Quantize]) -> dict[str, Field[Any]]:
-    """The settings of a policy."""
-    return {item.name: item for item in fields(record) if item.init}
-
-
 def _check_stage(stage: int | str) -> None:
     """A number, "auto", a preset, or three cuts of which none is coarser than the one before."""
     cuts = stage.split("/") if isinstance(stage, str) else []
@@ -584,10 +303,10 @@ def _check_stage(stage: int | str) -> None:
                 f"stage={stage!r}: give three cuts, of parameters, gradients and optimizer states, "
                 'each "whole", "node" or "world", for example "whole/node/world"'
             )
-        _check_choice("stage", stage, (*STAGES, AUTO, *HYBRIDS))
+        check_choice("stage", stage, (*STAGES, AUTO, *HYBRIDS))
         return
     for cut, what in zip(cuts, ("parameters", "gradients", "optimizer states"), strict=True):
-        _check_choice(f"stage={stage!r}: what it says of {what}", cut, CUTS)
+        check_choice(f"stage={stage!r}: what it says of {what}", cut, CUTS)
     if sorted(cuts, key=CUTS.index) != cuts:
         raise ConfigError(
             f"stage={stage!r} cuts parameters, gradients and optimizer states in this order: what "
@@ -620,15 +339,6 @@ def _check_memory(config: Config) -> None:
         )
 
 
-def _changed(record: Config | Offload | Precision | Quantize) -> list[tuple[str, Any]]:
-    """The fields of a policy that differ from their defaults."""
-    return [
-        (name, getattr(record, name))
-        for name, item in _settings_of(type(record)).items()
-        if getattr(record, name) != item.default
-    ]
-
-
 def _toml_lines(
     record: Config | Offload | Precision | Quantize, leave_out: tuple[str, ...] = ()
 ) -> list[str]:
@@ -636,7 +346,7 @@ def _toml_lines(
     # where that is not the default, 0 says the same.
     return [
         f"{name} = {json.dumps(_without_none(value))}"
-        for name, value in _changed(record)
+        for name, value in changed(record)
         if name not in leave_out
     ]
 
@@ -647,32 +357,11 @@ def _without_none(value: object) -> object:
     return 0 if value is None else value
 
 
-def _pair_of_codes(value: object) -> tuple[str | None, str | None] | None:
-    """The codes inside and across nodes; None where neither quantizes."""
-    if not value:
-        return None
-    if isinstance(value, str) or not isinstance(value, tuple | list) or len(value) != 2:
-        raise ConfigError(
-            f"quantize.gradients={value!r}: give two codes, inside a node and across nodes, for "
-            'example ("int8", "int4"); either may be None'
-        )
-    inside, across = (one or None for one in value)
-    _check_choice("quantize.gradients, inside a node,", inside, (*CODES, None))
-    _check_choice("quantize.gradients, across nodes,", across, (*CODES, None))
-    return None if inside is across is None else (inside, across)
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _names(setting: str, value: tuple[str, ...] | str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise ConfigError(f"{setting}={value!r}: give a tuple of names, ({value!r},)")
-    return tuple(value)
 
 
 def _check_stall_seconds(value: object) -> None:
@@ -681,12 +370,3 @@ def _check_stall_seconds(value: object) -> None:
         raise ConfigError(
             f"stall_seconds={value!r}: give seconds, or None (in a file 0) for no reports"
         )
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value in choices and not isinstance(value, bool):
-        return
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(repr(choice) for choice in choices)
-    raise ConfigError(f"{name}={value!r} is not one of {listed}.{hint}")

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("handle",),
     ("events",),
-    ("config", "options"),
+    ("config", "options", "policies"),
     ("comm",),
     ("memory",),
     ("core",),

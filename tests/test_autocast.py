@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import onecopy
 import onecopy.events
-from onecopy.config import Precision
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
+from onecopy.policies import Precision
 from tests import models, reference
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values

@@ -14,7 +14,7 @@ import torch
 from onecopy.comm import codec
 from onecopy.comm.codec import CODED_DTYPES, decode, encode
 from onecopy.comm.coding import ALIGNMENT_BYTES, BITS, SCALE_BYTES, Coding
-from onecopy.config import CODES
+from onecopy.policies import CODES
 
 LEVELS = {"int8": 127, "int4": 7, "fp8": 448}
 SIZES = (0, 1, 2, 7, 63, 64, 65, 128, 1000, 1027)

@@ -20,8 +20,8 @@ from onecopy.comm.groups import Groups, world_group
 from onecopy.comm.nodes import find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.transport import Division
-from onecopy.config import Quantize
 from onecopy.events import Events
+from onecopy.policies import Quantize
 from tests.pool import Pool
 
 BLOCK, NUM_FLAGS = 16, 3

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import onecopy
 import onecopy.events
 import onecopy.handle
-from onecopy.config import Precision
 from onecopy.core.backward import _running_backwards
 from onecopy.core.loss_scale import INITIAL, LossScale, loss_scale_of
 from onecopy.errors import ShardingError
 from onecopy.events import Event
+from onecopy.policies import Precision
 from tests import models, reference
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, Plan, Run, full_values, train

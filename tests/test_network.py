@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from benchmarks.network import CannotMakeNodesError, Network, network
-from onecopy.config import Quantize
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.estimate import DTYPE_BYTES, widths_of
 from onecopy.planner.modules import units_of
@@ -29,6 +28,7 @@ from onecopy.planner.options import PlanOptions
 from onecopy.planner.papers import Quantized, Zeropp
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.traffic import sent_by
+from onecopy.policies import Quantize
 from tests.network_rank import make_model, train
 
 pytestmark = pytest.mark.usefixtures("rank_environment")

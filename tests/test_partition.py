@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from onecopy.config import Config, Precision
+from onecopy.config import Config
 from onecopy.core.partition import find_units
 from onecopy.core.unit import UnitSpec
 from onecopy.errors import ConfigError
+from onecopy.policies import Precision
 from tests import models
 
 

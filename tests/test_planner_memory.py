@@ -16,7 +16,6 @@ import onecopy
 import onecopy.errors
 import onecopy.events
 from onecopy import Offload, Quantize
-from onecopy.config import MASTERS, Precision
 from onecopy.core.precision import dtypes_of
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
@@ -28,6 +27,7 @@ from onecopy.planner.modules import units_of, widths_of_dtypes
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.traffic import Sent, sent_by
+from onecopy.policies import MASTERS, Precision
 from onecopy.report import memory
 from tests.pool import Pool
 

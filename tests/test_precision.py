@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.config import Precision
 from onecopy.core.kept import kept_parameters
 from onecopy.core.precision import Dtypes, cast_floating, dtypes_of
 from onecopy.errors import ConfigError
+from onecopy.policies import Precision
 from tests import hf_models, models, reference
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, Plan, full_values, train

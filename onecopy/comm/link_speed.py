@@ -27,7 +27,7 @@ from onecopy.comm.groups import Group, Groups
 from onecopy.comm.quantized import Quantized, Transports, transports_of
 from onecopy.comm.transport import Finish, Hop, Mean, Transport
 from onecopy.comm.waits import Wait
-from onecopy.config import Quantize
+from onecopy.policies import Quantize
 
 __all__ = ["Decision", "HopTimes", "decide"]
 

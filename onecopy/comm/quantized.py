@@ -21,7 +21,7 @@ from onecopy.comm.coding import SCALE_BYTES, Coding
 from onecopy.comm.feedback import Feedback
 from onecopy.comm.groups import Group, Groups
 from onecopy.comm.transport import Finish, Hop, Mean, Messages, Native, Nothing, Parts, Transport
-from onecopy.config import Quantize
+from onecopy.policies import Quantize
 
 __all__ = ["Quantized", "Transports", "transports_of"]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onecopy.config import Offload
 from onecopy.core.loss_scale import make_loss_scale
 from onecopy.core.owned import OwnedGradients
 from onecopy.core.precision import dtypes_of
@@ -22,6 +21,7 @@ from onecopy.core.stages import Stage, stage_of
 from onecopy.core.touch import Touch
 from onecopy.core.unit import Unit, UnitSpec, UnitState
 from onecopy.errors import ShardingError
+from onecopy.policies import Offload
 
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives

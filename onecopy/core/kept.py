@@ -24,7 +24,7 @@ from onecopy.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from onecopy.config import Precision
+    from onecopy.policies import Precision
 
 __all__ = ["add_casts", "kept_parameters"]
 

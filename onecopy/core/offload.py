@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onecopy.config import Offload
 from onecopy.core.swapped import DiskLane
 from onecopy.errors import ConfigError
 from onecopy.memory.staging import StagedCopy, Staging
 from onecopy.memory.swap_files import SwapFolder
+from onecopy.policies import Offload
 
 if TYPE_CHECKING:
     from onecopy.config import Config

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onecopy.config import Offload
 from onecopy.core.compiling import not_compiled
 from onecopy.core.delayed import DelayedUpdate
 from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
@@ -29,6 +28,7 @@ from onecopy.core.step_in_backward import clip_factor, norms_by_limit, run_twice
 from onecopy.core.unit_step import UnitSteps
 from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
 from onecopy.errors import ShardingError
+from onecopy.policies import Offload
 
 if TYPE_CHECKING:
     from torch import nn

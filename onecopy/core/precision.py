@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from onecopy.config import Precision
 from onecopy.errors import ConfigError
+from onecopy.policies import Precision
 
 __all__ = ["DTYPES", "Dtypes", "cast_floating", "check_master", "dtypes_of", "map_tensors"]
 

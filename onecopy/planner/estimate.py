@@ -17,9 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from onecopy.config import AUTO, TIERS, Config, Offload, Precision
+from onecopy.config import AUTO, Config
 from onecopy.core.stages import STAGES, Stage, stage_of
 from onecopy.errors import ConfigError
+from onecopy.policies import TIERS, Offload, Precision
 from onecopy.report.states import StateBytes
 
 # What `Config.stage` takes, or the row of the table that it names.

@@ -14,7 +14,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from onecopy.config import Quantize
 from onecopy.core.stages import Stage
 from onecopy.planner import estimate
 from onecopy.planner.activations import Activations
@@ -24,6 +23,7 @@ from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sized import NOTHING, Placed, SizedUnit, added, row_for, sized
 from onecopy.planner.staging import staged_bytes
 from onecopy.planner.traffic import kept_errors
+from onecopy.policies import Quantize
 from onecopy.report.states import StateBytes
 
 __all__ = [

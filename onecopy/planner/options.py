@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from onecopy.config import DTYPE_NAMES, HYBRIDS, STAGES, Precision
+from onecopy.config import HYBRIDS, STAGES
 from onecopy.errors import ConfigError
 from onecopy.options import (
     bytes_of,
@@ -18,6 +18,7 @@ from onecopy.options import (
     unknown_setting,
 )
 from onecopy.planner.cluster import Cluster
+from onecopy.policies import DTYPE_NAMES, Precision
 
 __all__ = ["OPTIMIZERS", "CommandOptions", "PlanOptions"]
 

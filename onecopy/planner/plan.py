@@ -15,13 +15,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from onecopy.config import STAGES, TIERS, Precision
+from onecopy.config import STAGES
 from onecopy.planner.estimate import row_of
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.recommend import Recommendation, advice_for, recommend
 from onecopy.planner.rows import ALL_HOST, ALL_NVME, HOST, NVME, Question, Row, Way, offloads
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sources import Origin, read_model
+from onecopy.policies import TIERS, Precision
 
 __all__ = ["Plan", "plan"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from onecopy.config import Config, Offload, Quantize
+from onecopy.config import Config
 from onecopy.core.partition import assign_owners
 from onecopy.core.stages import STAGES
 from onecopy.planner import estimate
@@ -19,6 +19,7 @@ from onecopy.planner.options import IN_NODES
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sized import row_for, sized
 from onecopy.planner.staging import file_bytes
+from onecopy.policies import Offload, Quantize
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from onecopy.config import STAGES, TIERS, Config, Offload, Precision
+from onecopy.config import STAGES, Config
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.memory import KINDS
 from onecopy.planner.options import IN_NODES, OPTIMIZERS
 from onecopy.planner.rows import NVME_PATH, Outside, Question, Row
 from onecopy.planner.sized import row_for
 from onecopy.planner.sources import Origin
+from onecopy.policies import TIERS, Offload, Precision
 from onecopy.report.amounts import amount, unit_for
 
 __all__ = ["PLACES", "Recommendation", "advice_for", "preference", "recommend", "seconds"]

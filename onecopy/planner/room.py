@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from onecopy.comm.compare import first_decides
 from onecopy.comm.processes import own_process
-from onecopy.config import Config, Offload
+from onecopy.config import Config
 from onecopy.errors import ConfigError
 from onecopy.memory.host import free_host_memory, free_space
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.real_units import RealModels
+from onecopy.policies import Offload
 from onecopy.report.amounts import amount, unit_for
 
 if TYPE_CHECKING:

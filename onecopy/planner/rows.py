@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from onecopy.config import Offload, Precision
 from onecopy.planner import estimate, papers
 from onecopy.planner.activations import Batch, activations_of
 from onecopy.planner.estimate import DiskTraffic, Elements
@@ -18,6 +17,7 @@ from onecopy.planner.memory import Memory, Step, memory_of, moved_by, swapped_by
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.traffic import Sent, sent_by
+from onecopy.policies import Offload, Precision
 
 __all__ = [
     "ALL_HOST",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from onecopy.config import Offload
 from onecopy.planner.estimate import ElementWidths
+from onecopy.policies import Offload
 
 __all__ = ["ModelShape", "Saved", "Stack", "TransformerShape", "UnitShape"]
 

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from onecopy.config import Quantize
 from onecopy.core.stages import Stage
 from onecopy.events import SENT
 from onecopy.planner import estimate
@@ -16,6 +15,7 @@ from onecopy.planner.modules import shape_of, widths_of_dtypes
 from onecopy.planner.shapes import ModelShape, UnitShape
 from onecopy.planner.sized import SizedUnit
 from onecopy.planner.traffic import counts_of, messages_of
+from onecopy.policies import Quantize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

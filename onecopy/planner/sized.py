@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from onecopy.config import Offload
 from onecopy.core.layout import ALIGNMENT_BYTES, Layout
 from onecopy.core.stages import Stage
 from onecopy.planner import estimate
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.estimate import AnyStage, ElementWidths
 from onecopy.planner.shapes import ModelShape, UnitShape
+from onecopy.policies import Offload
 from onecopy.report.states import StateBytes
 
 __all__ = ["Placed", "SizedUnit", "added", "row_for", "sized"]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onecopy.comm.coding import Coding
-from onecopy.config import Quantize
 from onecopy.planner import estimate
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.estimate import AnyStage, ElementWidths, Traffic
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sized import SizedUnit, sized
+from onecopy.policies import Quantize
 
 __all__ = ["Messages", "Sent", "counts_of", "messages_of", "sent_by"]
 
