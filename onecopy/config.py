@@ -294,7 +294,7 @@ def _check_stage(stage: int | str) -> None:
     """A number, "auto", a preset, or three cuts of which none is coarser than the one before."""
     cuts = stage.split("/") if isinstance(stage, str) else []
     if len(cuts) != 3:
-        if stage == ZEROPP:
+        if str(stage) == ZEROPP:
             raise ConfigError(
                 'stage="zero++" is two settings: say stage="hpz" and quantize="zero++"'
             )
