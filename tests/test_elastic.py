@@ -301,6 +301,20 @@ def test_resumed_on_other_ranks_it_has_the_same_losses(
     assert result.held_out_bits == pytest.approx(undisturbed.held_out_bits, rel=1e-5)
 
 
+def test_resumed_in_other_nodes_and_codes_it_is_measured_anew(
+    pool: Pool, whole: tuple[TrainOptions, TrainResult], tmp_path: Path
+) -> None:
+    """What crosses nodes, too: of one rank a node everything, of one node for all nothing."""
+    options, expected = whole
+    assert expected.across_per_step == 0
+    again = dataclasses.replace(until(options, 8, tmp_path), node_size=1, quantize="zero++")
+    result = run(pool, 2, again)
+    undisturbed = run(pool, 2, dataclasses.replace(again, checkpoint=None))
+    assert result.bytes_per_step == undisturbed.bytes_per_step != expected.bytes_per_step
+    assert result.across_per_step == undisturbed.across_per_step
+    assert result.across_per_step == sum(result.bytes_per_step.values())
+
+
 @pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16")])
 def test_resumed_in_another_precision(
     pool: Pool,

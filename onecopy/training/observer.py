@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm.values import over_ranks
-from onecopy.events import SENT, add_sink
+from onecopy.events import SENT, Event, add_sink
 from onecopy.report import memory
 from onecopy.report.counters import BytesCounter
 from onecopy.report.progress import ProgressLine, Status, plural
@@ -42,6 +42,7 @@ class Observed:
     held_out_bits: dict[int, float]  # bits per byte by the number of steps done
     memory: StateBytes | None  # of the rank that holds most, in the second step
     bytes_per_step: dict[str, float]  # sent by a rank, by kind of event
+    across_per_step: float  # those of them that leave its node
     tokens_per_second: float  # of all ranks together, without evaluations and checkpoints
     seconds: float  # with those of the runs that this one goes on from
 
@@ -69,7 +70,8 @@ class Observer:
         self._shard = shard
         self._held_out = data.held_out_batches(held_out, shard)
         self._counter = BytesCounter()
-        self._remove_counter = add_sink(model, self._counter)
+        self._across = 0
+        self._remove_counters = [add_sink(model, sink) for sink in (self._counter, self._cross)]
         self._done = self._first = 0  # steps of the run, and of it before this process
         self._counted_from = 0
         self._seconds_before = 0.0
@@ -80,6 +82,7 @@ class Observer:
         self._held_out_bits: dict[int, float] = {}
         self._memory: StateBytes | None = None
         self._bytes_per_step: dict[str, float] = {}
+        self._across_per_step = 0.0
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Between backward and step `step` (from 0): the moment that memory is stated for."""
@@ -97,16 +100,16 @@ class Observer:
         self._done = done
         if done == self._first + 1:
             # A process's first step also records the order of use: counting begins after it.
-            self._counter.take()
+            self._take()
             self._counted_from = done
         if done % STEPS_PER_STATUS == 0:
             self._show_status(done, self._mean([float(loss)])[0])
         if self._evaluates_after(done):
             if not self._bytes_per_step and done > self._counted_from:
-                self._bytes_per_step = self._count(done - self._counted_from)
+                self._count(done - self._counted_from)
             self.evaluate(done)
             # What the evaluation has gathered does not belong to a training step.
-            self._counter.take()
+            self._take()
             self._counted_from = done
 
     def held_out_after(self, done: int) -> dict[str, float]:
@@ -141,11 +144,13 @@ class Observer:
 
     def finish(self) -> Observed:
         """Stop counting and return what was measured."""
-        self._remove_counter()
+        for remove in self._remove_counters:
+            remove()
         return Observed(
             held_out_bits=dict(self._held_out_bits),
             memory=self._memory,
             bytes_per_step=self._bytes_per_step,
+            across_per_step=self._across_per_step,
             tokens_per_second=self._tokens_per_second(),
             seconds=self._seconds_before + time.monotonic() - self._started,
         )
@@ -163,6 +168,7 @@ class Observer:
             "trained": (steps, training),
             "memory": None if self._memory is None else asdict(self._memory),
             "bytes_per_step": dict(self._bytes_per_step),
+            "across_per_step": self._across_per_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,6 +181,7 @@ class Observer:
             self._alike_before = state["trained"]
             self._memory = StateBytes(**state["memory"]) if state["memory"] else None
             self._bytes_per_step = dict(state["bytes_per_step"])
+            self._across_per_step = state["across_per_step"]
         else:
             self.progress.note(self._dealt())
 
@@ -183,6 +190,8 @@ class Observer:
         return {
             "ranks": self._shard.world_size,
             "stage": options.stage,
+            "node_size": options.node_size,
+            "quantize": options.quantize,
             "precision": options.precision,
             "device": self.device.type,
             "batch": options.batch,
@@ -202,10 +211,19 @@ class Observer:
         steps, evals = self.options.steps, self.options.evals
         return done * evals // steps > (done - 1) * evals // steps
 
-    def _count(self, num_steps: int) -> dict[str, float]:
-        taken = self._counter.take()
-        sums = self._mean([float(taken.get(kind, 0)) for kind in SENT])
-        return {kind: total / num_steps for kind, total in zip(SENT, sums, strict=True)}
+    def _cross(self, event: Event) -> None:
+        self._across += event.across_bytes
+
+    def _take(self) -> tuple[dict[str, int], int]:
+        """Bytes by kind since the last look, and those of them that left this rank's node."""
+        across, self._across = self._across, 0
+        return self._counter.take(), across
+
+    def _count(self, num_steps: int) -> None:
+        taken, across = self._take()
+        sums = self._mean([float(taken.get(kind, 0)) for kind in SENT] + [float(across)])
+        *sent, self._across_per_step = (total / num_steps for total in sums)
+        self._bytes_per_step = dict(zip(SENT, sent, strict=True))
 
     def _show_status(self, done: int, loss: float) -> None:
         elapsed = time.monotonic() - self._started

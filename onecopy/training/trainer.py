@@ -56,6 +56,7 @@ class TrainResult:
     padded_numel: int  # with the padding of its flat buffers
     memory: StateBytes | None  # of the rank that holds most; None if not measured
     bytes_per_step: dict[str, float]  # sent by a rank, by kind of event; empty if not measured
+    across_per_step: float  # those of them that leave its node
     tokens_per_second: float  # of all ranks together; 0 if not measured
     seconds: float  # with those of the runs that this one goes on from
     sample: str
@@ -146,6 +147,7 @@ def _train(
         padded_numel=memory.padded_numel(model),
         memory=observed.memory,
         bytes_per_step=observed.bytes_per_step,
+        across_per_step=observed.across_per_step,
         tokens_per_second=observed.tokens_per_second,
         seconds=observed.seconds,
         sample=_sample(model, options),
@@ -304,6 +306,14 @@ def _show(console: Console, options: TrainOptions, world_size: int, result: Trai
         _show_memory(console, options, world_size, result, result.memory)
     if world_size > 1 and result.bytes_per_step and result.node_size is not None:
         _show_bytes_sent(console, options, world_size, result)
+    if len(result.node_sizes) > 1 and result.bytes_per_step:
+        *smaller, largest = sorted(set(result.node_sizes))
+        sizes = " or ".join([*map(str, smaller), plural(largest, "rank")])
+        console.print(
+            f"{len(result.node_sizes)} nodes of {sizes}: a rank sends "
+            f"{result.across_per_step / 1000:,.1f} kB per step to other nodes"
+        )
+        console.print()
     if result.sample:
         console.print(Text(f"A sample, {options.sample} bytes", style="bold"))
         console.print(Text(result.sample), soft_wrap=True)
