@@ -70,7 +70,7 @@ def train(quantize: onecopy.Quantize | None) -> list[float]:
 def test_training_stays_close() -> None:
     """On one device nothing is sent; on several, each is a node of its own."""
     world = min(4, torch.cuda.device_count())
-    plain = launch(world, train, None)
-    quantized = launch(world, train, onecopy.Quantize(block=BLOCK))
+    plain = launch(train, world, None)
+    quantized = launch(train, world, onecopy.Quantize(block=BLOCK))
     for one, other in zip(quantized, plain, strict=True):
         assert one == pytest.approx(other, rel=0.05)
