@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.network import WIRE, CannotMakeNodesError, network
 from onecopy import cli, launcher
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.groups import world_group
@@ -25,16 +27,9 @@ from onecopy.doctor.selftest import MEET
 from onecopy.doctor.selftest import test_rank as run_self_test
 from onecopy.errors import LaunchError
 from tests.pool import REPOSITORY, Pool
-from tests.test_wire import (
-    ADDRESSES,
-    INTERFACES,
-    CannotMakeNamespacesError,
-    free_port,
-    run_ip,
-    two_namespaces,
-)
 
 CPU = torch.device("cpu")
+FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 CUT_AFTER = 30 << 20  # bytes on the wire: transfers are under way then
 
 
@@ -297,8 +292,8 @@ def test_a_rank_that_does_not_come_is_said_after_the_limit(monkeypatch: pytest.M
 def test_a_way_that_only_the_store_can_go_is_found() -> None:
     """Each rank tells the others to come to its own loopback."""
     with ExitStack() as stack:
-        namespaces = enter_namespaces(stack)
-        where = {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "lo", "LIMIT": "5"}
+        namespaces = enter_nodes(stack)
+        where = {"MASTER_ADDR": FIRST, "GLOO_SOCKET_IFNAME": "lo", "LIMIT": "5"}
         ranks = [
             start(rank, 29500, "ip", "netns", "exec", name, **where)
             for rank, name in enumerate(namespaces)
@@ -315,38 +310,55 @@ def test_a_way_that_only_the_store_can_go_is_found() -> None:
 @pytest.mark.slow
 def test_a_link_that_breaks_is_found() -> None:
     with ExitStack() as stack:
-        namespaces = enter_namespaces(stack)
+        namespaces = enter_nodes(stack)
         ranks = [
             start(
                 rank,
                 29500,
                 *("ip", "netns", "exec", name),
-                MASTER_ADDR=ADDRESSES[0],
-                GLOO_SOCKET_IFNAME=interface,
+                MASTER_ADDR=FIRST,
+                GLOO_SOCKET_IFNAME=WIRE,
                 LIMIT="5",
             )
-            for rank, (name, interface) in enumerate(zip(namespaces, INTERFACES, strict=True))
+            for rank, name in enumerate(namespaces)
         ]
-        wait_for_traffic(namespaces[1], INTERFACES[1])
-        run_ip("-n", namespaces[1], "link", "set", INTERFACES[1], "down")
+        wait_for_traffic(namespaces[1])
+        cut = ["ip", "-n", namespaces[1], "link", "set", WIRE, "down"]
+        subprocess.run(cut, check=True)
         first, second = outcomes(ranks)
     assert first[0] == 1
     (problem,) = problems(first[1])
     assert "bytes'" in problem["seen"], "it names what was under way"
-    assert "messages of" in problem["why"] and f"rank 1 listens on {ADDRESSES[1]}" in problem["why"]
+    assert "messages of" in problem["why"] and f"rank 1 listens on {SECOND}" in problem["why"]
     assert "ip -s link" in problem["remedy"]
     assert "no further than" in " ".join(second[2].split())
 
 
-def enter_namespaces(stack: ExitStack) -> tuple[str, str]:
+def enter_nodes(stack: ExitStack) -> tuple[str, ...]:
+    """The namespaces of two nodes with a rank each."""
     try:
-        return stack.enter_context(two_namespaces())
-    except CannotMakeNamespacesError as reason:
+        return stack.enter_context(network((1, 1))).nodes
+    except CannotMakeNodesError as reason:
         pytest.skip(f"there can be no network namespaces: {reason}")
 
 
-def wait_for_traffic(namespace: str, interface: str) -> None:
-    counter = f"/sys/class/net/{interface}/statistics/tx_bytes"
+def free_port() -> int:
+    """One that nobody listens on, below those that the system gives to whoever asks for any.
+
+    It is taken some seconds later: by then another test's connection could have got such a one.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.is_file() else 32768
+    top = lowest if lowest > 16384 else 32768
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(top - 8192, top)))
+            port: int = probe.getsockname()[1]
+            return port
+
+
+def wait_for_traffic(namespace: str) -> None:
+    counter = f"/sys/class/net/{WIRE}/statistics/tx_bytes"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         done = subprocess.run(

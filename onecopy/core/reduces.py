@@ -110,6 +110,10 @@ class Reduces:
         """Where gradients are cut, at most one unit's full gradients exist at a time."""
         if not self._engine.stage.cut_gradients:
             return
+        if self._engine.collectives.groups.num_nodes == 1:
+            # Nothing goes far, that would be worth the memory.
+            self._finish_all()
+            return
         for gradients in list(self._in_flight):
             if gradients.leave_buffer():
                 self._in_flight.remove(gradients)
