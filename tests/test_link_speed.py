@@ -18,22 +18,21 @@ PLAIN_BYTES = 1 << 20
 MEGABITS = 40
 
 
-def times(*, coded_seconds: float, coded_bytes: int) -> HopTimes:
+def times(*, coded_seconds: float, coding_seconds: float) -> HopTimes:
     """Of a hop that takes a second as it is."""
     return HopTimes(
         plain_seconds=1.0,
         coded_seconds=coded_seconds,
+        coding_seconds=coding_seconds,
         plain_bytes=PLAIN_BYTES,
-        coded_bytes=coded_bytes,
+        coded_bytes=PLAIN_BYTES // 2,
     )
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25])
-def test_coding_may_cost_a_part_of_what_it_saves(share: float) -> None:
-    coded_bytes = int(share * PLAIN_BYTES)
-    limit = share + COST_SHARE * (1.0 - share)
-    assert times(coded_seconds=limit - 0.01, coded_bytes=coded_bytes).pays
-    assert not times(coded_seconds=limit + 0.01, coded_bytes=coded_bytes).pays
+def test_coding_may_cost_a_small_part_of_a_slow_transfer() -> None:
+    assert times(coded_seconds=0.6, coding_seconds=COST_SHARE - 0.01).pays
+    assert not times(coded_seconds=0.6, coding_seconds=COST_SHARE + 0.01).pays
+    assert not times(coded_seconds=1.1, coding_seconds=COST_SHARE - 0.01).pays
 
 
 def choice(stage: int | str, node_size: int | None) -> Config:

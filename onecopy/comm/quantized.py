@@ -134,6 +134,10 @@ class Quantized(Transport):
 
         return wait
 
+    def over(self, plain: Transport) -> Quantized:
+        """The same codes, sent by another transport."""
+        return Quantized(plain, self._coding)
+
     @property
     def window_numel(self) -> int:
         """How much of a slice is coded and sent at a time, where further hops follow."""
