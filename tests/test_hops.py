@@ -54,6 +54,13 @@ def trained(stage: str, group: int, machine: int | None) -> tuple[list[float], A
     arranged = groups.nodes
     if arranged is not None and groups.replica.size == 1:
         arranged = arranged.inner
+    if arranged is not None:
+        used = {
+            arranged.inside.process_group,
+            *(one.group.process_group for one in arranged.columns),
+        }
+        every = {one.process_group for one in groups.all}
+        assert used <= every, "a transfer in it could not be interrupted"
     shape = None if arranged is None else (arranged.inside.size, arranged.columns[0].group.ranks)
     return losses, shape, sum(event.across_bytes for event in events)
 

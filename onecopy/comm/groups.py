@@ -93,9 +93,10 @@ class Groups:
     @property
     def all(self) -> list[Group]:
         """Every group that transfers are made in."""
-        inner = [] if self.nodes is None else [self.nodes.inside]
-        columns = [] if self.nodes is None else [one.group for one in self.nodes.columns]
-        every = [self.world, self.shard, self.replica, *inner, *columns]
+        every, nodes = [self.world, self.shard, self.replica], self.nodes
+        while nodes is not None:
+            every += [nodes.inside, *(one.group for one in nodes.columns)]
+            nodes = nodes.inner
         return list({id(one.process_group): one for one in every}.values())
 
 
