@@ -170,12 +170,14 @@ def test_a_transfer_keeps_its_memory_until_it_ends_and_no_longer(folder: SwapFol
     assert transfer.num_bytes == 4 << 20
     assert transfer.seconds > 0
     del source, transfer
-    # Nobody else refers to the source, and nobody waits.
-    writes = [array.write(0, torch.full((1 << 20,), float(one))) for one in range(3)]
-    found = torch.empty(1 << 20)
-    writes[-1].wait()
-    array.read(0, found).wait()
-    assert found.unique().numel() == 1
+    # Nobody else refers to the sources, and transfers of one folder may overtake one another.
+    arrays = [folder.array("master", f"unit {one}", 1 << 20, torch.float32) for one in range(3)]
+    writes = [one.write(0, torch.full((1 << 20,), float(i))) for i, one in enumerate(arrays)]
+    for value, (array, write) in enumerate(zip(arrays, writes, strict=True)):
+        write.wait()
+        found = torch.empty(1 << 20)
+        array.read(0, found).wait()
+        assert found.unique().tolist() == [value]
 
 
 def test_buffers_lie_on_pages(folder: SwapFolder) -> None:

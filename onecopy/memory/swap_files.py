@@ -120,6 +120,9 @@ class Transfer:
 class SwapArray:
     """The elements of one kind of state of one unit.
 
+    Transfers that are under way together end in any order: who writes what another one still reads
+    or writes waits for that first.
+
     Attributes:
         name: the kind of state.
         unit: whose.
