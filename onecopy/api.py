@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from torch import nn
 from onecopy import handle
 from onecopy.comm import groups as comm_groups
 from onecopy.comm import link_speed
+from onecopy.comm import meshes as comm_meshes
 from onecopy.comm.coding import Coding
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
@@ -142,9 +143,10 @@ def shard(
         model: one model, or several that share optimizers.
         optimizer: one or several optimizers over parameters of these models; None to shard a
             model that is only evaluated, or whose optimizer is attached later.
-        mesh: device mesh of the data-parallel ranks, with one dimension, or with two where it also
-            says which ranks are in one node; None for all ranks. Without a process group one is
-            made from torchrun's environment, else a world of one rank.
+        mesh: the device mesh of the job, whose dimensions are known by their names ("dp", "tp",
+            "pp", ...; see comm/meshes.py), or its data dimensions; two of these say which ranks
+            are in one node. None for all ranks. Without a process group one is made from
+            torchrun's environment, else a world of one rank.
         config: settings as an object.
         **settings: fields of `Config`: stage, precision, units, max_grad_norm, ...
 
@@ -174,7 +176,7 @@ def shard(
             prepare(one)
         optimizer_of = _optimizer_of(optimizers)
         units = [_units_of(one, optimizer_of, config) for one in models]
-        world = comm_groups.world_group(mesh)
+        world = comm_meshes.world_group(mesh)
         watchdog = watch(world, config.stall_seconds)
         for one, specs in zip(models, units, strict=True):
             comm_groups.check_backend(world, specs[0].device)
@@ -494,8 +496,10 @@ def _shard_one(
     quantize = config.quantize if isinstance(config.quantize, Quantize) else None
     # Native collectives over all ranks know the links themselves.
     in_hops = stage.needs_nodes or not native or quantize is not None
-    groups = make_groups(
-        world, stage.optimizer, ranks.nodes, machines=ranks.machines, in_hops=in_hops
+    groups = replace(
+        make_groups(world, stage.optimizer, ranks.nodes, machines=ranks.machines, in_hops=in_hops),
+        tensor=comm_meshes.model_groups(ranks.mesh, "tensor"),
+        pipeline=comm_meshes.model_groups(ranks.mesh, "pipeline"),
     )
     collectives = Collectives(
         groups,

@@ -15,7 +15,8 @@ from torch import nn
 import onecopy
 import onecopy.handle
 from onecopy import Config, Offload, Precision
-from onecopy.comm.groups import ImaginedWorld, world_group
+from onecopy.comm.groups import ImaginedWorld
+from onecopy.comm.meshes import world_group
 from onecopy.core.partition import find_units
 from onecopy.errors import ConfigError, MismatchError
 from onecopy.memory.live_tensors import LiveTensors

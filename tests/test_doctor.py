@@ -19,7 +19,7 @@ import torch
 from benchmarks.network import WIRE, CannotMakeNodesError, network
 from onecopy import cli, launcher
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.groups import world_group
+from onecopy.comm.meshes import world_group
 from onecopy.doctor import step, transfers
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.results import SIZES, RankReport

@@ -26,7 +26,7 @@ from onecopy.checkpoint.folder import latest, step_of, steps_in
 from onecopy.checkpoint.source import open_source
 from onecopy.checkpoint.values import read_tensor
 from onecopy.comm.compare import number_of_model
-from onecopy.comm.groups import world_group
+from onecopy.comm.meshes import world_group
 from onecopy.errors import CheckpointError, ConfigError
 from onecopy.training.checkpoints import RUN_FILE, split
 from onecopy.training.options import OF_A_RUN, TrainOptions

@@ -109,9 +109,14 @@ def config_of_another_kind() -> None:
     onecopy.shard(_blocks(), config={"stage": 3})  # type: ignore[arg-type]
 
 
-def mesh_of_two_dimensions() -> None:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+def mesh_of_unknown_dimensions() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "trial"))
     onecopy.shard(_blocks(), mesh=mesh)
+
+
+def mesh_without_data() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    onecopy.shard(_blocks(), mesh=mesh["tp"])
 
 
 def parameter_of(make: Callable[[], Tensor]) -> None:
@@ -215,7 +220,8 @@ REFUSED: dict[str, tuple[Callable[[], None], type[OneCopyError], list[str]]] = {
     "units as a string": (partial(setting, units="0"), ConfigError, ["('0',)"]),
     "units of no module": (partial(setting, units=("layers.*",)), ConfigError, ["'layers.*'"]),
     "config as a dict": (config_of_another_kind, ConfigError, ["dict", "onecopy.Config"]),
-    "mesh of two dimensions": (mesh_of_two_dimensions, ShardingError, ["dp", "tp", 'mesh["dp"]']),
+    "unknown dimensions": (mesh_of_unknown_dimensions, ShardingError, ["'trial'", 'mesh["dp"]']),
+    "mesh without data": (mesh_without_data, ShardingError, ["tp", "whole mesh", 'mesh["dp"]']),
     "sparse": (partial(parameter_of, sparse), ShardingError, ["strange", "sparse"]),
     "not dense": (partial(parameter_of, not_dense), ShardingError, ["strange", "contiguous()"]),
     "overlapping": (partial(parameter_of, overlapping), ShardingError, ["strange"]),

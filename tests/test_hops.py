@@ -16,7 +16,8 @@ import onecopy.events
 from onecopy import handle
 from onecopy.comm import quantized
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.groups import Groups, world_group
+from onecopy.comm.groups import Groups
+from onecopy.comm.meshes import world_group
 from onecopy.comm.nodes import find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.transport import Division

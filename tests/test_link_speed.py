@@ -8,7 +8,7 @@ from torch import nn
 
 import onecopy
 from benchmarks.network import CannotMakeNodesError, network
-from onecopy.comm import groups, link_speed
+from onecopy.comm import link_speed, meshes
 from onecopy.comm.link_speed import COST_SHARE, HopTimes
 from onecopy.comm.nodes import find_nodes, make_groups
 from onecopy.config import Config
@@ -67,7 +67,7 @@ def test_all_ranks_decide_alike(pool: Pool, stage: int | str) -> None:
 
 def measured() -> link_speed.Decision:
     """On a node of its own."""
-    world = groups.world_group()
+    world = meshes.world_group()
     nodes = make_groups(world, "world", find_nodes(world, None, None), in_hops=True)
     bf16, cpu = torch.bfloat16, torch.device("cpu")
     return link_speed.decide(nodes, cpu, values=bf16, gradients=bf16, native=False)

@@ -15,7 +15,7 @@ from onecopy.comm import quantized
 from onecopy.comm.codec import decode, encode
 from onecopy.comm.coding import Coding
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.groups import world_group
+from onecopy.comm.meshes import world_group
 from onecopy.comm.nodes import find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.transport import Division

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -244,6 +245,25 @@ class Collectives:
             with Wait("agree", group.ranks, events=self.events), self.agreement.blocked():
                 dist.all_reduce(values, operation, group=group.process_group)
         return values
+
+    def over_model(
+        self, values: torch.Tensor, *, maximum: bool = False, pipeline_only: bool = False
+    ) -> torch.Tensor:
+        """Sum (or maximum) of what ranks with other parts of this model have; see meshes.py.
+
+        Args:
+            pipeline_only: over the pipeline stages: ranks of a tensor group have the same already.
+        """
+        groups = self.groups.pipeline if pipeline_only else self.groups.model
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        for group in groups:
+            self.over(group, values, operation)
+        return values
+
+    def over(self, group: Group, values: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce a small tensor over one of the model's groups, in place."""
+        with self._explained(group), Wait("agree", group.ranks, events=self.events):
+            dist.all_reduce(values, operation, group=group.process_group)
 
     def share(self, value: float, what: str, device: torch.device) -> list[float]:
         """One number of every rank, in rank order; a collective.

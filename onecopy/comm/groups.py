@@ -13,12 +13,7 @@ import torch.distributed as dist
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from onecopy.comm.nodes import Nodes
-
-# What the name of a dimension of data parallelism has in it.
-DATA_DIMENSIONS = ("dp", "data", "replica", "shard", "node")
 
 __all__ = [
     "Group",
@@ -26,11 +21,10 @@ __all__ = [
     "check_backend",
     "end_host_group",
     "has_native_collectives",
-    "has_nodes",
     "host_group",
     "join_launched",
+    "join_or_begin",
     "launched_node",
-    "world_group",
 ]
 
 
@@ -67,6 +61,7 @@ class Groups:
     world: all ranks of this model.
     nodes: where the shard group is in several nodes, and hops go across and inside.
     node_ranks: the ranks of each node; none where all are in one.
+    tensor, pipeline: the other groups that the model is spread over: see meshes.py.
     """
 
     shard: Group
@@ -74,6 +69,8 @@ class Groups:
     world: Group
     nodes: Nodes | None = None
     node_ranks: tuple[tuple[int, ...], ...] = ()
+    tensor: tuple[Group, ...] = ()
+    pipeline: tuple[Group, ...] = ()
     _here: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +86,11 @@ class Groups:
     def is_away(self, rank: int) -> bool:
         """Whether a rank of the world is in another node."""
         return rank not in self._here
+
+    @property
+    def model(self) -> tuple[Group, ...]:
+        """The groups that the model is spread over, beside those that hold the same parameters."""
+        return (*self.tensor, *self.pipeline)
 
     @property
     def all(self) -> list[Group]:
@@ -123,6 +125,14 @@ def join_launched(backend: str | None = None, device: torch.device | None = None
     )
 
 
+def join_or_begin() -> None:
+    """Join those that a launcher has started with this process, or be a world of one rank."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        join_launched()
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
 def launched_node() -> str | None:
     """The node of this process, as torchrun numbers them; None where it has started all in one."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
@@ -143,59 +153,6 @@ class ImaginedWorld:
     size: int
     rank: int = 0
     native: bool = False
-
-
-def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
-    """The data-parallel ranks: those of `mesh`, else all.
-
-    Without a process group, one is made: from the environment that torchrun sets, else a world of
-    one rank, so that a script also runs without a launcher.
-
-    A mesh of two data dimensions says which ranks are in one node, too: see nodes.py.
-
-    Raises:
-        ShardingError: the mesh has dimensions that are not for data.
-    """
-    if isinstance(mesh, ImaginedWorld):
-        return Group(None, tuple(range(mesh.size)), mesh.rank, mesh.native)
-    if not dist.is_initialized():
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            join_launched()
-        else:
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    if mesh is None:
-        process_group = dist.group.WORLD
-    elif mesh.ndim == 1:
-        process_group = mesh.get_group()
-    elif has_nodes(mesh):
-        is_all = mesh.size() == dist.get_world_size()
-        process_group = dist.group.WORLD if is_all else mesh._flatten().get_group()
-    else:
-        raise ShardingError(
-            f"mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: pass its data dimension, "
-            'for example mesh["dp"], or two of them, the nodes first and then the ranks in each, '
-            'for example mesh["dp_replicate", "dp_shard"]'
-        )
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    me = dist.get_rank()
-    if me not in ranks:
-        raise ShardingError(
-            f"rank {me} is not in the mesh, whose ranks are {list(ranks)}: call shard only on the "
-            "ranks that hold this model"
-        )
-    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
-
-
-def has_nodes(mesh: DeviceMesh | ImaginedWorld | None) -> bool:
-    """A mesh of two data dimensions: the nodes, and the ranks in each.
-
-    A dimension with a name must say that it is one: tensor or pipeline parallel ranks do not hold
-    the same parameters.
-    """
-    if mesh is None or isinstance(mesh, ImaginedWorld) or mesh.ndim != 2:
-        return False
-    names = mesh.mesh_dim_names or ("data", "data")
-    return all(any(word in name for word in DATA_DIMENSIONS) for name in names)
 
 
 def host_group(world: Group) -> Group:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from onecopy.comm.compare import gather_objects
-from onecopy.comm.groups import Group, Groups, has_nodes, launched_node
+from onecopy.comm.groups import Group, Groups, launched_node
+from onecopy.comm.meshes import data_mesh, has_nodes
 from onecopy.comm.parts import order_of_slices, parts_of
 from onecopy.errors import ShardingError
 
@@ -89,7 +90,7 @@ def find_nodes(
     """The ranks of each node, in order; all ranks agree, since those of one launcher know it.
 
     Args:
-        mesh: says it where it has two dimensions.
+        mesh: says it where it has two data dimensions.
         node_size: so many ranks that follow one another; None for what torchrun says, which is one
             node where it did not start these processes.
 
@@ -98,7 +99,7 @@ def find_nodes(
             ascend.
     """
     if has_nodes(mesh):
-        rows = tuple(tuple(row) for row in mesh.mesh.tolist())  # type: ignore[union-attr]
+        rows = tuple(tuple(row) for row in data_mesh(mesh).mesh.tolist())  # type: ignore[arg-type]
         if node_size not in (None, len(rows[0])):
             raise ShardingError(
                 f"node_size={node_size}, but the mesh has {len(rows[0])} ranks in each node: "

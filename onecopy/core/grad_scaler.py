@@ -69,6 +69,7 @@ def agree_by_hand(
                 flag += _unscale(gradients, inverse).to(flag.device)
     for engine, _ in parts:
         flag = engine.collectives.sum_of(flag, maximum=True, what="overflow")
+        flag = engine.collectives.over_model(flag, maximum=True)
     record = _record(optimizer)
     record.clear()
     record[flag.device] = flag

@@ -220,6 +220,7 @@ def _any_rank_overflowed(engine: Engine, gradients: Sequence[Gradients]) -> bool
     device = engine.units[0].flat.device
     flag = torch.stack([torch.zeros((), device=device), *(one.to(device) for one in found)]).amax()
     flag = engine.collectives.sum_of(flag, maximum=True, what="overflow")
+    flag = engine.collectives.over_model(flag, maximum=True)
     return engine.collectives.read(flag.view(1), [False])[0]
 
 

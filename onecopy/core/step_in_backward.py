@@ -66,10 +66,20 @@ def check_step_in_backward(config: Config, specs: Iterable[UnitSpec]) -> None:
 
 
 def total_norm(engines: Iterable[Engine], norm_type: float = 2.0) -> torch.Tensor:
-    """0-d tensor, the same on all ranks: the norm of all gradients of these models together."""
-    norms = torch.cat([engine.owned.norms(norm_type) for engine in engines])
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return total
+    """0-d tensor, the same on all ranks: the norm of all gradients of these models together.
+
+    Those of their other pipeline stages included.
+    """
+    is_largest = norm_type == float("inf")
+    found = []
+    for engine in engines:
+        norm: torch.Tensor = torch.linalg.vector_norm(engine.owned.norms(norm_type), norm_type)
+        if engine.collectives.groups.pipeline:
+            power = norm if is_largest else norm**norm_type
+            engine.collectives.over_model(power, maximum=is_largest, pipeline_only=True)
+            norm = power if is_largest else power ** (1.0 / norm_type)
+        found.append(norm)
+    return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
 
 
 def norms_by_limit(engines: Iterable[Engine]) -> dict[float | None, torch.Tensor]:

@@ -19,7 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.groups import Group, world_group
+from onecopy.comm.groups import Group
+from onecopy.comm.meshes import world_group
 from onecopy.doctor.environment import launched, variables_of_user
 from onecopy.doctor.meeting import Meeting, first_line
 from onecopy.doctor.network import look_at_network
