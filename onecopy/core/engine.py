@@ -87,6 +87,7 @@ class Engine:
         self._patterns: dict[tuple[bool, ...], int] = {}
         self.forwards: list[Hashable] = []
         self._held = 0
+        self._keeps = 0
         # Gathers send what is on disk.
         self._reads_ahead = isinstance(config.offload, Offload) and config.offload.path is not None
         # Gathered units that somebody has demanded, in order.
@@ -123,6 +124,11 @@ class Engine:
     def is_held(self) -> bool:
         """Everything is gathered and stays so (inside full_parameters)."""
         return self._held > 0
+
+    @property
+    def keeps(self) -> bool:
+        """What is released keeps its bytes (inside keep_gathered)."""
+        return self._keeps > 0
 
     def check_parameters(self) -> None:
         """Refuse to go on where parameters are not what they were at shard.
@@ -253,10 +259,15 @@ class Engine:
             for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
                 if other.state is UnitState.SHARDED and other.secondary is None:
                     other.slice.start_fetch()
-        if unit.state is UnitState.SHARDED:
+        if exactly and not unit.is_exact:
+            unit.forget()
+        if unit.state is UnitState.KEPT:
+            unit.resume()
+        elif unit.state is UnitState.SHARDED:
             unit.start_gather(exactly=exactly)
         self._prefetch()
-        unit.finish_gather()
+        if unit.state is UnitState.GATHERING:
+            unit.finish_gather()
 
     def _agree(self, unit: Unit, wish: str) -> None:
         """Count a use of a unit; where it is not foreseen, all ranks must want the same.
@@ -284,7 +295,7 @@ class Engine:
         """Start the gathers of the next units, as far ahead as the configuration allows."""
         limit, ahead = self.config.prefetch_bytes, 0
         for unit in self.schedule.upcoming():
-            if unit.state is UnitState.GATHERED:
+            if unit.state in (UnitState.GATHERED, UnitState.KEPT):
                 # In use now, and needed again later: it will be gathered then.
                 continue
             ahead += unit.flat.numel() * unit.flat.itemsize
@@ -299,7 +310,7 @@ class Engine:
         """The unit's values are not needed for now (nothing happens where they are kept)."""
         if unit.releases and not self._held and unit.state is UnitState.GATHERED:
             self._live.pop(unit, None)
-            unit.release(settled=settled)
+            unit.release(settled=settled, keep=self._keeps > 0)
             if _is_any_autocast_enabled():
                 # Its cache would keep a cast copy of the values that were just given back.
                 torch.clear_autocast_cache()
@@ -386,8 +397,32 @@ class Engine:
             self.schedule.end()
         self._held += 1
 
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Inside, what is released keeps its bytes, and is not gathered again.
+
+        Everything else is as outside: uses are agreed on, recorded and foreseen, guards are worn.
+        So inside and outside follow the same schedule.
+        """
+        if self.finish_failed_step is not None:
+            self.finish_failed_step()
+        self._keeps += 1
+        try:
+            yield
+        finally:
+            self._keeps -= 1
+            if not self._keeps:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Give back what `keep` has kept."""
+        for unit in self.units:
+            unit.forget()
+
     def flush(self) -> None:
         """Bring updates that are under way into the parameters; all ranks together."""
+        if self.updates:
+            self._forget()
         for publish in self.updates:
             publish()
 
@@ -406,6 +441,7 @@ class Engine:
                 unit.take_values()
                 unit.slice.rest()
                 self.release(unit, settled=True)
+                unit.forget()
                 if unit.state is UnitState.GATHERED:
                     unit.show_as_sent()
 

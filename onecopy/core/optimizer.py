@@ -268,6 +268,11 @@ class Binding:
                     "optimizer.step() inside full_parameters: the step would change masters whose "
                     "gathered values are written back afterwards. Step outside of it"
                 )
+            if engine.keeps:
+                raise ShardingError(
+                    "optimizer.step() inside keep_gathered or micro_batches: the values that are "
+                    "kept gathered would be those of before. Step after the block"
+                )
             engine.check_parameters()
             were_local |= backward.flush()
             backward.begin_step(is_scaled_by_hand=is_stepping(self.optimizer))

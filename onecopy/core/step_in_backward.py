@@ -151,6 +151,12 @@ class StepInBackward:
                 "backward inside full_parameters: with step_in_backward it would change masters "
                 "whose gathered values are written back afterwards. Run it outside"
             )
+        if self._engine.keeps:
+            raise ShardingError(
+                "backward inside keep_gathered or micro_batches: with step_in_backward it would "
+                "change values that are kept gathered. Shard without step_in_backward, or run it "
+                "outside"
+            )
         if self.needs_passes and not self.is_in_pass:
             raise ShardingError(
                 'backward outside of a closure: step_in_backward="two-pass" measures gradients in '

@@ -4,12 +4,16 @@ The parameters are views of one flat buffer in the compute dtype, of which this 
 This is the only file that changes a unit's state:
 
     SHARDED --start_gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
-                                  ^                            |
-                                  `---------- refresh ---------'   (after a step, stages 1 and 2)
+                                  ^                         |    ^
+                                  `------- refresh ---------'    |
+                                    (after a step, stages 1, 2)  |
+                                 SHARDED <--forget-- KEPT <------'  release(keep=True), resume
 
 SHARDED: only the owned slice holds values; parameters wear the guard.
 GATHERING: the ranks' slices are under way into the flat buffer; parameters wear the guard.
 GATHERED: parameters hold their values.
+KEPT: as SHARDED for everybody, but the flat buffer keeps its bytes for the next gather, which sends
+    nothing (inside parallel.keep_gathered).
 
 Tensor roles (n = padded_numel of the layout, s of them in this rank's slice):
     flat    (n,) compute dtype; parameters are its views; its storage is freed while SHARDED
@@ -65,6 +69,7 @@ class UnitState(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+    KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +144,8 @@ class Unit:
         self.has_news = False
         # Released, while somebody who may write into it has a tensor of it.
         self._is_lent = False
+        # Of values that are kept: nobody but a user's alias holds them.
+        self._is_settled = False
         self._num_owners = buffers.num_owners(self.flat)
         if stage.releases:
             # Before gradients take memory: no more than one unit's at a time.
@@ -317,20 +324,38 @@ class Unit:
             for part in self.flat.split_with_sizes(list(self.layout.slice_numels)):
                 part.copy_(self._collectives.as_sent(part))
 
-    def release(self, *, settled: bool) -> None:
+    def release(self, *, settled: bool, keep: bool = False) -> None:
         """Give the gathered values back; changes made to them go to the masters first.
 
         Args:
             settled: no autograd graph can hold views of the parameters, so that any other owner
                 of the storage is an alias of the user's, for whom the bytes are then kept.
+            keep: the bytes stay for the next use, see `resume`; all ranks say the same.
         """
         self._expect("release", UnitState.GATHERED)
         expects_writes = self._expects_writes
         self.keep_changes()
+        if keep:
+            self._is_lent, self._is_settled = expects_writes, settled
+            self._put_guard()
+            self.state = UnitState.KEPT
+            return
         has_aliases = self._has_aliases(settled=settled)
         self._is_lent = expects_writes and has_aliases
         self._drop_values(keep_bytes=has_aliases)
         self._events.emit("release", self.name)
+
+    def resume(self) -> None:
+        """Use the values that were kept, without a transfer."""
+        self._expect("resume", UnitState.KEPT)
+        self._take_late_writes()
+        self._remove_guard()
+
+    def forget(self) -> None:
+        """Give back the values that were kept; nothing happens where there are none."""
+        if self.state is UnitState.KEPT:
+            self.resume()
+            self.release(settled=self._is_settled)
 
     def keep_for_graph(self) -> None:
         """A graph that no hook watches may hold this unit's values: their bytes stay with it."""
@@ -399,7 +424,7 @@ class Unit:
 
     def _take_late_writes(self) -> None:
         """What was written into tensors of it since it was released."""
-        if self._is_lent and self.state is UnitState.SHARDED:
+        if self._is_lent and self.state in (UnitState.SHARDED, UnitState.KEPT):
             self._is_lent = False
             if not buffers.is_freed(self.flat):
                 self.slice.take_values()
@@ -407,6 +432,7 @@ class Unit:
 
     def drop_secondary(self) -> None:
         """The masters change, or may: on all ranks alike, as the next gather leaves the node."""
+        self.forget()
         self.secondary, self.has_news = None, False
 
     def note_update(self) -> None:
