@@ -29,6 +29,7 @@ from onecopy.core.backward import Backward
 from onecopy.core.coded import code_frozen
 from onecopy.core.conversion import convert_buffers
 from onecopy.core.copying import copy_plain
+from onecopy.core.dtensors import tensor_groups
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.initialise import prepare
@@ -498,7 +499,9 @@ def _shard_one(
     in_hops = stage.needs_nodes or not native or quantize is not None
     groups = replace(
         make_groups(world, stage.optimizer, ranks.nodes, machines=ranks.machines, in_hops=in_hops),
-        tensor=comm_meshes.model_groups(ranks.mesh, "tensor"),
+        tensor=tensor_groups(
+            model.parameters(), world, comm_meshes.model_groups(ranks.mesh, "tensor")
+        ),
         pipeline=comm_meshes.model_groups(ranks.mesh, "pipeline"),
     )
     collectives = Collectives(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -255,13 +254,13 @@ class Collectives:
             pipeline_only: over the pipeline stages: ranks of a tensor group have the same already.
         """
         groups = self.groups.pipeline if pipeline_only else self.groups.model
-        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         for group in groups:
-            self.over(group, values, operation)
+            self.over(group, values, maximum=maximum)
         return values
 
-    def over(self, group: Group, values: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce a small tensor over one of the model's groups, in place."""
+    def over(self, group: Group, values: torch.Tensor, *, maximum: bool = False) -> None:
+        """Sum (or maximum) of a small tensor over one of the model's groups, in place."""
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         with self._explained(group), Wait("agree", group.ranks, events=self.events):
             dist.all_reduce(values, operation, group=group.process_group)
 

@@ -21,7 +21,15 @@ from onecopy.errors import ShardingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Purpose", "data_mesh", "has_nodes", "model_groups", "purpose_of", "world_group"]
+__all__ = [
+    "Purpose",
+    "data_mesh",
+    "groups_along",
+    "has_nodes",
+    "model_groups",
+    "purpose_of",
+    "world_group",
+]
 
 Purpose = Literal["data", "sequence", "tensor", "pipeline"]
 
@@ -96,11 +104,24 @@ def model_groups(mesh: DeviceMesh | ImaginedWorld | None, purpose: Purpose) -> t
         return ()
     # Private, and asked by torch's own FSDP in the same way.
     root = mesh._get_root_mesh()
+    names = root.mesh_dim_names or ()
+    return tuple(
+        group
+        for name, group in zip(names, groups_along(root, with_single=True), strict=False)
+        if purpose_of(name) == purpose and group.size > 1
+    )
+
+
+def groups_along(mesh: DeviceMesh, *, with_single: bool = False) -> tuple[Group, ...]:
+    """The groups of this rank along each dimension of a mesh.
+
+    Args:
+        with_single: also where it is alone.
+    """
     found = []
-    for name in root.mesh_dim_names or ():
-        if purpose_of(name) == purpose and root[name].size() > 1:
-            process_group = root.get_group(name)
-            ranks = tuple(dist.get_process_group_ranks(process_group))
+    for process_group in mesh.get_all_groups():
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        if with_single or len(ranks) > 1:
             found.append(Group(process_group, ranks, ranks.index(dist.get_rank())))
     return tuple(found)
 

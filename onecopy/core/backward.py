@@ -20,6 +20,7 @@ import torch
 from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
+from onecopy.core.dtensors import local_values
 from onecopy.core.loss_scale import refuse_bypass
 from onecopy.core.owned_gradient import OwnedGradient
 from onecopy.core.reduces import Reduces
@@ -144,6 +145,7 @@ class Backward:
         if gradient is None:
             return
         parameter.grad = None
+        gradient = local_values(parameter, gradient)
         if self.stepper is not None:
             self.stepper.arrived(gradients, index, is_nested=len(self._tasks) > 1)
         if gradients.needs_buffer:

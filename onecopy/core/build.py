@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from onecopy.core.cells import (
     shadow,
     stand_in,
 )
+from onecopy.core.dtensors import is_dtensor, like
 from onecopy.core.recorder import Recorder
 from onecopy.errors import ShardingError
 from onecopy.memory import buffers
@@ -316,11 +317,26 @@ def adopt(parameter: nn.Parameter, view: Tensor) -> None:
     """Let a parameter, which may be unmade, have the memory of `view` from now on."""
     unmark(parameter)
     if not parameter.is_meta:
-        parameter.data = view
+        point(parameter, view)
         return
     real = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
     real.data = view
     swap(parameter, real)
+
+
+def point(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Let a parameter, or the tensor inside it where it is a DTensor, have this memory."""
+    if not is_dtensor(parameter):
+        parameter.data = memory
+        return
+    # Its own count of writes, as `.data` has it.
+    memory, inside = memory.data, cast(Any, parameter)
+    if memory.dtype != parameter.dtype or memory.device != parameter.device:
+        # A DTensor's own dtype and device are for ever: it becomes another.
+        other: Any = nn.Parameter(like(parameter, memory), requires_grad=parameter.requires_grad)
+        inside._spec = other._spec
+        swap(parameter, other)
+    inside._local_tensor = memory
 
 
 def unmark(tensor: Tensor) -> None:

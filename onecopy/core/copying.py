@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.core.build import point
+from onecopy.core.dtensors import local_of
 from onecopy.core.views import view_of
 
 if TYPE_CHECKING:
@@ -75,4 +77,4 @@ def _take_masters(engine: Engine, memo: dict[int, Any]) -> None:
         unit.slice.rest()
         for start, parameter in zip(unit.layout.starts, unit.parameters, strict=True):
             with torch.no_grad():
-                memo[id(parameter)].data = view_of(whole, start, parameter).clone()
+                point(memo[id(parameter)], view_of(whole, start, local_of(parameter)).clone())

@@ -57,10 +57,10 @@ class Gradients:
         # parameter where no slice border cuts it.
         self._parts = [_parts(self.buffer, spans, layout) for spans in layout.spans]
         self._wholes = [
-            self.buffer.as_strided(parameter.size(), parameter.stride(), spans[0].start)
+            self.buffer.as_strided(view.size(), view.stride(), spans[0].start)
             if len(spans) == 1
             else None
-            for spans, parameter in zip(layout.spans, unit.parameters, strict=True)
+            for spans, view in zip(layout.spans, unit.views, strict=True)
         ]
         # What lies between parameters, where it would count in the scale of a block.
         self._gaps = _gaps(self.buffer, layout) if collectives.quantizes_gradients else []

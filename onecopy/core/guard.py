@@ -64,6 +64,10 @@ _FUNCTIONS = (
 ).split()
 
 
+# Functions of autograd, of which __torch_function__ does not hear.
+_DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")
+
+
 @cache
 def _needs_no_values() -> frozenset[Any]:
     """Functions, as `__torch_function__` sees them, that read metadata only."""
@@ -109,9 +113,23 @@ def guard_class(plain_class: type[Kind], gatherer: weakref.ref[Gatherer]) -> typ
         ) -> Any:
             return _call(func, args, kwargs or {})
 
+    for name in _DTENSOR_METHODS:
+        if hasattr(plain_class, name):
+            setattr(ReleasedParameter, name, _gathered_first(name))
     ReleasedParameter.__name__ = f"Released{plain_class.__name__}"
     ReleasedParameter.__qualname__ = ReleasedParameter.__name__
     return ReleasedParameter
+
+
+def _gathered_first(name: str) -> Callable[..., Any]:
+    """A method of a guarded tensor that needs values, and that torch calls without asking."""
+
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(type(self)._plain, name)  # type: ignore[attr-defined]
+        _gatherer_of(self).touch([self], function)
+        return function(self, *args, **kwargs)
+
+    return method
 
 
 @not_compiled

@@ -76,7 +76,7 @@ class Hooks(NotCopied):
 
     def _add_gradients(self, gradients: Gradients) -> None:
         for index, parameter in enumerate(gradients.unit.parameters):
-            if not parameter.numel():
+            if not gradients.unit.views[index].numel():
                 continue
             hook = partial(
                 _gradient_arrived, weakref.ref(self._backward), weakref.ref(gradients), index

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.core.dtensors import local_values
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -165,10 +166,14 @@ def slice_state(state: dict[str, Any], unit: Unit, number: int) -> dict[str, Any
         ShardingError: a tensor has another shape than the parameter it should belong to, or is of
             a kind that cannot be cut.
     """
-    state = {name: _placed(name, value, unit, number) for name, value in state.items()}
+    parameter = unit.parameters[number]
+    state = {
+        name: _placed(name, local_values(parameter, value), unit, number)
+        for name, value in state.items()
+    }
     if unit.layout.is_whole:
         return state
-    shape = unit.parameters[number].shape
+    shape = unit.views[number].shape
     cut: dict[str, Any] = {}
     for name, value in state.items():
         is_tensor = isinstance(value, torch.Tensor)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.core.dtensors import is_cut_over, like, local_values
 from onecopy.core.owned_gradient import OwnedGradient
 from onecopy.core.precision import map_tensors
 from onecopy.core.whole_gradients import WholeGradients
@@ -64,6 +65,11 @@ class OwnedGradients:
             unit.gradients is not None and unit.gradients.mean.device.type == "cpu"
             for unit in self._units
         )
+        cut = [
+            (group, [n for n, one in enumerate(self._parameters) if is_cut_over(one, group)])
+            for group in collectives.groups.tensor
+        ]
+        self._cut = [(group, numbers) for group, numbers in cut if numbers]
         self._wholes = WholeGradients(collectives)
         self._norms: dict[float, torch.Tensor] = {}
         # Which parameters' norms have been asked for since they were measured.
@@ -308,7 +314,8 @@ class OwnedGradients:
         unit, index = self._units[number], self._indices[number]
         piece = self._pieces[number]
         if piece is not None:
-            part = unit.slice.as_piece(index, unit.slice.own_part(index, gradient))
+            values = local_values(self._parameters[number], gradient)
+            part = unit.slice.as_piece(index, unit.slice.own_part(index, values))
             piece.grad = part.to(piece.device, unit.dtypes.gradient, copy=True)
         self._parameters[number].grad = self._stand_ins[number]
         self._shown[number] = None
@@ -330,7 +337,8 @@ class OwnedGradients:
         what = f"the gradient of {self.names[number]} ({what})"
         if stand_in.part is not None:
             self._collectives.agreement.agree(what)
-            stand_in.whole = unit.gather_pieces(index, stand_in.part)
+            whole = unit.gather_pieces(index, stand_in.part)
+            stand_in.whole = like(self._parameters[number], whole)
             stand_in.part = None
         if stand_in.whole is not None:
             return stand_in.whole
@@ -471,6 +479,11 @@ class OwnedGradients:
                 self._refuse_applied()
                 local = self._add_powers(self._zeros(), order, range(len(self._pieces)))
             total = self._collectives.sum_of(local, maximum=infinite)
+            for group, cut in self._cut:
+                # Ranks of a tensor group have parts of these, and replicas of the others.
+                parts = total[cut]
+                self._collectives.over(group, parts, maximum=infinite)
+                total[cut] = parts
             return total if infinite else total ** (1.0 / order)
 
     def begin_backward(self, *, measures: bool) -> None:

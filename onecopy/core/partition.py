@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from onecopy.core import build
+from onecopy.core.dtensors import check_dtensor, is_dtensor, local_of
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import LARGE_LEAF_NUMEL, balance
 from onecopy.core.precision import dtypes_of
@@ -66,8 +67,9 @@ def find_units(
     tiles = tiles_in(root)
     for name, parameter in root.named_parameters():
         _check(name, parameter)
-        place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
-        if parameter.numel() and places.setdefault(place, name) != name:
+        local = local_of(parameter)
+        place = (local.untyped_storage()._cdata, int(local.storage_offset()))
+        if local.numel() and places.setdefault(place, name) != name:
             raise ShardingError(
                 f"parameters {places[place]} and {name} share memory without being "
                 "one parameter, and would be trained apart: tie them by assigning the same "
@@ -79,6 +81,8 @@ def find_units(
         is_whole = config.whole_parameters or needs_whole_parameters(optimizer)
         if is_whole and id(parameter) in tiles:
             _refuse_whole(name, optimizer)
+        if is_whole and is_dtensor(parameter):
+            _refuse_whole_dtensor(name, optimizer)
         device = unmade_device or parameter.device
         stays = any(id(one) in staying for chain in chains[id(parameter)] for one in chain)
         kind = (device, dtypes, parameter.requires_grad, optimizer, stays)
@@ -142,15 +146,26 @@ def _refuse_whole(name: str, optimizer: torch.optim.Optimizer | None) -> None:
     )
 
 
+def _refuse_whole_dtensor(name: str, optimizer: torch.optim.Optimizer | None) -> None:
+    rule = "whole_parameters=True" if optimizer is None else type(optimizer).__name__
+    raise ShardingError(
+        f"{name} is a DTensor, of which each tensor-parallel rank has a part, and {rule} asks for "
+        "whole parameters: an update made from a part alone would be another one. Use an "
+        "elementwise optimizer (AdamW, SGD, ...) for it"
+    )
+
+
 def _check(name: str, parameter: nn.Parameter) -> None:
     is_plain = type(parameter).__torch_dispatch__ is nn.Parameter.__torch_dispatch__
-    if not is_plain and not is_fake(parameter):
+    if is_dtensor(parameter):
+        check_dtensor(name, parameter)
+    elif not is_plain and not is_fake(parameter):
         raise ShardingError(
             f"parameter {name} is a {type(parameter).__name__}, a tensor subclass that cannot be "
             "viewed as a part of a flat buffer: shard the model before it is converted (quantized, "
             "distributed), or leave this module out"
         )
-    if parameter.layout is not torch.strided or not is_dense(parameter):
+    if parameter.layout is not torch.strided or not is_dense(local_of(parameter)):
         raise ShardingError(
             f"parameter {name} (layout {parameter.layout}, strides {parameter.stride()}) is sparse "
             "or not dense in memory: replace it by p.contiguous() first"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.comm.compare import gather_objects
+from onecopy.core.dtensors import like
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -73,13 +74,22 @@ def _gather_states(engine: Engine, binding: Binding) -> dict[int, dict[str, Any]
             parts = [part[number] for part in everyone if number in part]
             if parts:
                 # Where no parameter is cut there is one part, in the shapes it had.
-                state = _assemble(parameter, parts, is_whole=unit.layout.is_whole)
+                state = _assemble(unit.views[number], parts, is_whole=unit.layout.is_whole)
                 # Back to where the optimizer steps now; counters stay where it had them.
+                shape, device = unit.views[number].shape, parameter.device
                 whole[id(parameter)] = {
-                    name: value.to(parameter.device) if _is_cut(value) else value
+                    name: _placed(parameter, value, device, shape) if _is_cut(value) else value
                     for name, value in state.items()
                 }
     return whole
+
+
+def _placed(
+    parameter: nn.Parameter, value: torch.Tensor, device: torch.device, shape: torch.Size
+) -> torch.Tensor:
+    """A state where its parameter lies; a DTensor where that is one, and shaped like it."""
+    value = value.to(device)
+    return like(parameter, value) if value.shape == shape else value
 
 
 def _is_cut(value: Any) -> bool:
@@ -102,7 +112,7 @@ def _unpack(data: bytes, device: torch.device) -> Any:
 
 
 def _assemble(
-    parameter: nn.Parameter, parts: list[tuple[int, dict[str, Any]]], *, is_whole: bool
+    parameter: torch.Tensor, parts: list[tuple[int, dict[str, Any]]], *, is_whole: bool
 ) -> dict[str, Any]:
     """One whole state: tensors as long as their piece are joined, the rest is the first rank's.
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from onecopy.core.compiling import not_compiled
+from onecopy.core.dtensors import local_of
 from onecopy.core.unit import UnitState
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class SavedTensors:
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose memory this is a view of."""
+        tensor = local_of(tensor)
         if tensor.layout is not torch.strided:
             return None
         return self._units.get(tensor.untyped_storage()._cdata)

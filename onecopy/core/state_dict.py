@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.core.dtensors import is_dtensor, like, local_of
 from onecopy.errors import ShardingError
 from onecopy.handle import NotCopied
 
@@ -76,7 +77,10 @@ class _StateDictHooks(NotCopied):
             if unit.is_value_of(index, value):
                 # Another unit of this module may have been touched since.
                 self._engine.touch.touch([parameter], torch.Tensor.detach)
-                state[prefix + key] = unit.gather_value(index).to("cpu")
+                whole = unit.gather_value(index)
+                # Of a DTensor it is this rank's part, on the device of its mesh.
+                is_whole = not is_dtensor(parameter)
+                state[prefix + key] = whole.to("cpu") if is_whole else like(parameter, whole)
 
     def after_saving_all(
         self, module: nn.Module, state: dict[str, Any], prefix: str, info: Any
@@ -85,7 +89,8 @@ class _StateDictHooks(NotCopied):
         storages = {unit.flat.untyped_storage()._cdata for unit in self._engine.units}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                if value.layout is torch.strided and value.untyped_storage()._cdata in storages:
+                local = local_of(value)
+                if local.layout is torch.strided and local.untyped_storage()._cdata in storages:
                     state[name] = value.clone()
 
     def before_loading(

@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from onecopy.core import build
+from onecopy.core.dtensors import local_of, local_values, version_of
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import Gatherer, guard_class
 from onecopy.core.layout import ALIGNMENT_BYTES, Layout
@@ -129,7 +130,7 @@ class Unit:
         # Weak: Python's collector does not see what a tensor's class holds.
         guards = {kind: guard_class(kind, weakref.ref(gatherer)) for kind in set(self._classes)}
         self._guards = [guards[kind] for kind in self._classes]
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [version_of(parameter) for parameter in self.parameters]
         # Calls in forward whose outputs no gradient has reached so far.
         self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._warned = False
@@ -161,7 +162,7 @@ class Unit:
         shard, replica = self._collectives.groups.shard, self._collectives.groups.replica
         dtypes = self.dtypes
         self.layout = Layout(
-            tuple(parameter.numel() for parameter in self.parameters),
+            tuple(local_of(parameter).numel() for parameter in self.parameters),
             num_slices=shard.size,
             num_replicas=replica.size,
             alignment=ALIGNMENT_BYTES // min(dtypes.compute.itemsize, dtypes.master.itemsize),
@@ -169,16 +170,16 @@ class Unit:
         )
         low, high = self.layout.borders[shard.rank : shard.rank + 2]
         self.flat, of_slice = self._values(spec.device, low, high)
-        self._views = [
-            view_of(self.flat, start, parameter)
+        self.views = [
+            view_of(self.flat, start, local_of(parameter))
             for start, parameter in zip(self.layout.starts, self.parameters, strict=True)
         ]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             build.adopt(parameter, view)
         trainable = [parameter.requires_grad for parameter in self.parameters]
         own, groups = self.flat[low:high], self._collectives.groups
         self.slice = OwnedSlice(
-            self.layout, groups, own, own if of_slice is None else of_slice, self._views, trainable
+            self.layout, groups, own, own if of_slice is None else of_slice, self.views, trainable
         )
         if self._collectives.quantizes_values and not self._stage.releases:
             self.show_as_sent()
@@ -269,7 +270,8 @@ class Unit:
         ):
             # Unmade parameters cost work: only the rank whose values count makes them.
             if is_made and (is_first or not parameter.is_meta):
-                build.write_values(view_of(source, start, parameter), parameter)
+                values = local_of(parameter)
+                build.write_values(view_of(source, start, values), values)
         self._collectives.broadcast(source)
         return source
 
@@ -396,7 +398,7 @@ class Unit:
 
     def keep_changes(self) -> None:
         """Take over into the master what was written into the gathered parameters since."""
-        versions = [parameter._version for parameter in self.parameters]
+        versions = [version_of(parameter) for parameter in self.parameters]
         is_known = versions != self._versions or self._is_repointed()
         if not is_known and not self._expects_writes:
             return
@@ -417,7 +419,7 @@ class Unit:
             # The forward has failed: ranks did not agree on gathering it.
             return
         if not is_foreseen and not self.has_hidden_writes and self.slice.has_own_values:
-            versions = [parameter._version for parameter in self.parameters]
+            versions = [version_of(parameter) for parameter in self.parameters]
             is_counted = versions != self._versions
             self.has_hidden_writes = not is_counted and self.slice.has_changed
         self._expects_writes = self._expects_writes or self.has_hidden_writes
@@ -443,29 +445,30 @@ class Unit:
         self.drop_secondary()
         torch.autograd.graph.increment_version(self.parameters)
         if self.state is UnitState.GATHERED:
-            self._versions = [parameter._version for parameter in self.parameters]
+            self._versions = [version_of(parameter) for parameter in self.parameters]
 
     def _is_repointed(self) -> bool:
         """Whether somebody has given a parameter other memory (`p.data = ...`)."""
         base, itemsize = self.flat.data_ptr(), self.flat.itemsize
         return any(
-            parameter.data_ptr() != base + start * itemsize
-            for start, parameter in zip(self.layout.starts, self.parameters, strict=True)
-            if parameter.numel()
+            local.data_ptr() != base + start * itemsize
+            for start, local in zip(self.layout.starts, map(local_of, self.parameters), strict=True)
+            if local.numel()
         )
 
     def _take_back(self) -> None:
         """Parameters with memory of their own: their values go into the flat buffer, they too."""
-        for name, parameter, view in zip(self.names, self.parameters, self._views, strict=True):
+        for name, parameter, view in zip(self.names, self.parameters, self.views, strict=True):
             if parameter.dtype != self.flat.dtype or parameter.device != self.flat.device:
                 raise ShardingError(
                     f"parameter {name} was moved to {parameter.dtype} on {parameter.device} after "
                     f"shard, which laid it out in {self.flat.dtype} on {self.flat.device}: convert "
                     "the model before shard, or say precision=... there"
                 )
-            if parameter.numel() and parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.data)
-                parameter.data = view
+            local = local_of(parameter)
+            if local.numel() and local.data_ptr() != view.data_ptr():
+                view.copy_(local.data)
+                build.point(parameter, view)
 
     def take_values(self) -> None:
         """Make the master hold the values of the gathered flat buffer."""
@@ -478,7 +481,7 @@ class Unit:
         self._expect("detach_parameters", UnitState.GATHERED)
         whole = self.gather_master()
         for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
-            parameter.data = view_of(whole, start, parameter).clone()
+            build.point(parameter, view_of(whole, start, local_of(parameter)).clone())
 
     def gather_master(self) -> torch.Tensor:
         """(padded_numel,) the masters of all ranks; a collective where they are not the values.
@@ -503,28 +506,31 @@ class Unit:
         if self.state is UnitState.GATHERED:
             self.take_values()
         is_rounded = self.dtypes.master != self.dtypes.compute or not self.is_exact
-        has_its_shape = value.size() == self.parameters[index].size()
+        value = local_values(self.parameters[index], value)
+        has_its_shape = value.size() == self.views[index].size()
         if is_rounded and has_its_shape and index in self.slice.pieces:
             self.slice.load(index, value, is_gathered=self.state is UnitState.GATHERED)
 
     def is_value_of(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the gathered parameter `index`, or a view of all of it."""
+        tensor = local_of(tensor)
         return (
             tensor.layout is torch.strided
             and tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
             and int(tensor.storage_offset()) == self.layout.starts[index]
-            and tensor.size() == self.parameters[index].size()
+            and tensor.size() == self.views[index].size()
         )
 
     def gather_value(self, index: int) -> torch.Tensor:
-        """The whole value of one parameter of a gathered unit, a copy in master precision.
+        """What this rank's data group has of one parameter of a gathered unit: the whole value,
+        but for DTensors. A copy in master precision.
 
         A collective where the gathered values are rounded.
         """
         self._expect("gather_value", UnitState.GATHERED)
         parameter = self.parameters[index]
         if self.dtypes.master == self.dtypes.compute and self.is_exact:
-            return parameter.detach().clone()
+            return local_of(parameter).detach().clone()
         self.take_values()
         start, stop = 0, 0
         if index in self.slice.pieces:
@@ -543,9 +549,9 @@ class Unit:
             for rank in range(self.layout.num_slices)
         ]
         own = own.to(self.flat.device)
-        whole = own.new_empty(self.parameters[index].numel())
+        whole = own.new_empty(self.views[index].numel())
         self._collectives.gather(whole, own, numels, self.number).finish()
-        return view_of(whole, 0, self._views[index])
+        return view_of(whole, 0, self.views[index])
 
     # Moves ------------------------------------------------------------------------------------
 
@@ -597,7 +603,7 @@ class Unit:
     def _remove_guard(self) -> None:
         for parameter, plain in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = plain
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [version_of(parameter) for parameter in self.parameters]
         self.state = UnitState.GATHERED
 
     def _has_aliases(self, *, settled: bool) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.core.dtensors import like, local_of
 from onecopy.core.views import view_of
 from onecopy.memory import buffers
 
@@ -37,8 +38,13 @@ class _Whole:
         )
         self.own = self.flat.new_zeros(unit.layout.slice_numels[unit.slice.rank])
         self.views = [
-            view_of(self.flat, start, parameter)
-            for start, parameter in zip(unit.layout.starts, unit.parameters, strict=True)
+            view_of(self.flat, start, view)
+            for start, view in zip(unit.layout.starts, unit.views, strict=True)
+        ]
+        # As users see them.
+        self.shown = [
+            like(parameter, view)
+            for parameter, view in zip(unit.parameters, self.views, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self.views]
         self._version = self.flat._version
@@ -73,12 +79,13 @@ class _Whole:
         """Bring what was written into it to the owned pieces."""
         if self._version == self.flat._version and not uncounted:
             return
-        for view, address, start, parameter in zip(
-            self.views, self._addresses, self.unit.layout.starts, self.unit.parameters, strict=True
+        for shown, address, start, like_it in zip(
+            self.shown, self._addresses, self.unit.layout.starts, self.unit.views, strict=True
         ):
+            view = local_of(shown)
             if view.numel() and view.data_ptr() != address:
                 # `gradient.data = ...`
-                fresh = view_of(self.flat, start, parameter)
+                fresh = view_of(self.flat, start, like_it)
                 fresh.copy_(view)
                 view.data = fresh
         now, unit = self._now(), self.unit
@@ -117,13 +124,13 @@ class WholeGradients:
         else:
             self._found[unit].take_writes(uncounted=True)
         self._found[unit].gather(self._collectives)
-        return self._found[unit].views[index]
+        return self._found[unit].shown[index]
 
     def place_of(self, value: object) -> tuple[Unit, int] | None:
         """Whose gradient this very tensor is, or None."""
         for unit, whole in self._found.items():
-            for index, view in enumerate(whole.views):
-                if view is value:
+            for index, shown in enumerate(whole.shown):
+                if shown is value:
                     return unit, index
         return None
 

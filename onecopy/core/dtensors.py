@@ -1,0 +1,145 @@
+"""Parameters that are DTensors: tensor parallelism, with ZeRO over the data ranks beside it.
+
+`parallelize_module` leaves a model whose parameters are cut over the tensor-parallel ranks. Such a
+parameter stays the user's; the tensor inside it, which is this rank's part, is what lies in the
+flat buffer, is cut over the data ranks, gathered, released and updated. So everything physical is
+about `local_of(parameter)`, and only names, hooks and guards are about the parameter itself.
+
+What ranks of a tensor group have of a parameter is a part (Shard) or the same (Replicate, and every
+plain parameter of such a model). Norms add up parts and count replicas once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.comm.meshes import groups_along
+from onecopy.errors import ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from onecopy.comm.groups import Group
+
+__all__ = [
+    "check_dtensor",
+    "is_cut_over",
+    "is_dtensor",
+    "like",
+    "local_of",
+    "local_values",
+    "tensor_groups",
+    "version_of",
+]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is one, without importing what they need."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside a DTensor, or the tensor itself."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """How often a parameter has been written to: as it is, or through the tensor inside it."""
+    version = parameter._version
+    return version + local_of(parameter)._version if is_dtensor(parameter) else version
+
+
+def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of which this rank has `local`: a DTensor where the parameter is one."""
+    if not is_dtensor(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.size(),
+        stride=parameter.stride(),
+    )
+
+
+def local_values(parameter: Any, value: Any) -> Any:
+    """This rank's part of what is given for a parameter, in the way in which that is cut.
+
+    A collective of the tensor group where a DTensor is cut otherwise, or is partial sums still, as
+    gradients of replicas are (of norms between sequence-parallel layers).
+    """
+    if not is_dtensor(value) or not is_dtensor(parameter):
+        return value
+    given: DTensor = value
+    if given.placements != parameter.placements:
+        given = given.redistribute(placements=parameter.placements)
+    local = local_of(given)
+    # Redistribution may still be under way.
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def check_dtensor(name: str, parameter: Any) -> None:
+    """Refuse what has no one tensor inside, or not all of what this rank is to have.
+
+    Raises:
+        ShardingError: names the parameter and its placements.
+    """
+    for placement in parameter.placements:
+        # Others, _StridedShard among them, are made by other data-parallel wrappers.
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise ShardingError(
+                f"parameter {name} is a DTensor placed as {parameter.placements}, and shard takes "
+                "Shard and Replicate: parallelize the model over its tensor dimension alone "
+                "(parallelize_module), and leave the data dimension to shard"
+            )
+    if parameter.is_meta:
+        raise ShardingError(
+            f"parameter {name} is a DTensor without values (on the meta device): after "
+            "parallelize_module call model.to_empty(device=...) and initialise it, then shard"
+        )
+
+
+def tensor_groups(
+    parameters: Iterable[Any], data: Group, known: tuple[Group, ...]
+) -> tuple[Group, ...]:
+    """The groups that DTensor parameters are cut over, those in `known` first.
+
+    Args:
+        data: the data-parallel ranks.
+
+    Raises:
+        ShardingError: a parameter is cut over ranks of the data group.
+    """
+    found = list(known)
+    meshes = {id(one.device_mesh): one for one in parameters if is_dtensor(one)}
+    for parameter in meshes.values():
+        for group in groups_along(parameter.device_mesh):
+            both = sorted(set(group.ranks) & set(data.ranks))
+            if len(both) > 1:
+                raise ShardingError(
+                    f"the model has DTensor parameters over ranks {list(group.ranks)}, and shard "
+                    f"was to cut over ranks {list(data.ranks)}: {both} are in both. Pass the mesh "
+                    'of the job, as in shard(model, optimizer, mesh=init_device_mesh("cuda", '
+                    '(2, 4), mesh_dim_names=("dp", "tp"))), and parallelize over mesh["tp"]'
+                )
+            if all(group.ranks != one.ranks for one in found):
+                found.append(group)
+    return tuple(found)
+
+
+def is_cut_over(parameter: Any, group: Group) -> bool:
+    """Whether ranks of a tensor group have different parts of a parameter."""
+    if not is_dtensor(parameter):
+        return False
+    along = groups_along(parameter.device_mesh, with_single=True)
+    return any(
+        one.ranks == group.ranks and placement.is_shard()
+        for one, placement in zip(along, parameter.placements, strict=True)
+    )
