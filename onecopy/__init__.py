@@ -96,7 +96,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
-    if name in ("errors", "events"):
+    if name in ("errors", "events", "parallel"):
         return import_module(f"onecopy.{name}")
     raise AttributeError(f"module 'onecopy' has no attribute {name!r}")
 

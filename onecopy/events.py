@@ -34,6 +34,7 @@ Kind = Literal[
     "save",
     "enter",
     "leave",
+    "exchange",
 ]
 # Those whose bytes travel from rank to rank.
 SENT = ("gather", "reduce", "refresh")
@@ -53,12 +54,14 @@ class Event(NamedTuple):
         (what is to be saved was copied to host memory), save (a checkpoint was written; one of
         async_save is reported from the thread that has written it), enter and leave (the
         computation of a unit begins and ends, in forward or backward; only while somebody looks
-        closely, see `Events.close_looks`).
+        closely, see `Events.close_looks`), exchange (activations travelled between the ranks of one
+        sequence, see onecopy.parallel).
     unit: name of the unit; empty where no single unit is meant.
     phase: forward, backward, step or api: the moment of the training step.
     num_bytes: bytes that this rank sends, moves between device and host, copies to be saved, or
         reads from files or writes to them; 0 for other local events.
-    group: shard or replica, the group the bytes travel in; empty for local events.
+    group: shard or replica, the group the bytes travel in, or sequence, that of an exchange; empty
+        for local events.
     seconds: how long it took, until now: wait, stage and save, which block this rank (a save in the
         background blocks nobody but takes as long), step and skip (without a closure), update. Of a
         swap with the disk how long that took; this rank went on meanwhile.

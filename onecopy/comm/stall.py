@@ -213,6 +213,8 @@ def _wait_text(wait: WaitNow, place: Place | None) -> str:
         return "waits for the others in a checkpoint"
     if wait.verb == "load":
         return "loads a checkpoint together with the others"
+    if wait.verb == "exchange":
+        return "waits for activations of the others"
     if wait.unit:
         return f"waits for the {wait.verb} of unit {wait.unit}"
     wish = f" on {place.wish}" if place is not None else ", in shard"

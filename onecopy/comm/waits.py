@@ -20,7 +20,8 @@ class Wait:
 
     Attributes:
         verb: gather, reduce, refresh, agree (ranks compare or count something), checkpoint (they
-            tell one another of their parts), or load (they read theirs, and tell).
+            tell one another of their parts), load (they read theirs, and tell), or exchange
+            (activations go from rank to rank).
         ranks: the global ranks that take part.
         unit: name of the unit; empty where no single unit is meant.
         since: when it began, by time.perf_counter.

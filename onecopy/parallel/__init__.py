@@ -10,12 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onecopy.parallel.gathered import keep_gathered as keep_gathered
+    from onecopy.parallel.huggingface import sequence_parallel as sequence_parallel
+    from onecopy.parallel.sequence import attention as attention
+    from onecopy.parallel.sequence import position_ids as position_ids
+    from onecopy.parallel.sequence import split_sequence as split_sequence
 
 _WHERE = {
+    "attention": "onecopy.parallel.sequence",
     "keep_gathered": "onecopy.parallel.gathered",
+    "position_ids": "onecopy.parallel.sequence",
+    "sequence_parallel": "onecopy.parallel.huggingface",
+    "split_sequence": "onecopy.parallel.sequence",
 }
 
-__all__ = ["keep_gathered"]
+__all__ = [
+    "attention",
+    "keep_gathered",
+    "position_ids",
+    "sequence_parallel",
+    "split_sequence",
+]
 
 
 def __getattr__(name: str) -> Any:
