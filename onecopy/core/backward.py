@@ -25,6 +25,7 @@ from onecopy.core.loss_scale import refuse_bypass
 from onecopy.core.owned_gradient import OwnedGradient
 from onecopy.core.reduces import Reduces
 from onecopy.core.step_in_backward import StepInBackward
+from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -53,12 +54,19 @@ class Backward:
 
     Attributes:
         sync: False under no_sync: gradients stay on this rank.
+        num_backwards: how many have ended that accumulate gradients.
+        local_until: while there were fewer, gradients stay on this rank, too.
+        takes_by_hand: `take_by_hand` will be called after backwards that are made in two parts.
         reduces: what has been launched, and what is yet to be.
         stepper: updates units within backward; None where the step does that.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.sync = True
+        self.num_backwards = self.local_until = 0
+        self.takes_by_hand = False
+        # Whether the running backward, or the last one, is to be reduced.
+        self._reduces = True
         self.stepper = StepInBackward(engine) if engine.config.step_in_backward else None
         self.reduces = Reduces(engine, self.stepper)
         self._engine = engine
@@ -130,7 +138,7 @@ class Backward:
         is_foreseen = not schedule.is_recording and unit not in schedule.upcoming()
         if unit.gradients is not None and (is_foreseen or not unit.open_calls):
             self.reduces.passed.add(unit)
-            if self.sync:
+            if self._reduces:
                 with torch.no_grad():
                     self.reduces.launch_complete()
 
@@ -157,7 +165,7 @@ class Backward:
         elif gradients.add(index, gradient):
             if gradients.has_all:
                 self._leave_unit(gradients.unit)
-            if self.sync:
+            if self._reduces:
                 self.reduces.launch_complete()
 
     def _leave_unit(self, unit: Unit) -> None:
@@ -172,11 +180,13 @@ class Backward:
         task = _current_task()
         if task in self._tasks:
             return
-        frames, accumulates, roots = _running_backwards()
+        frames, accumulates, roots, is_split = _running_backwards()
         if self._tasks and frames != self._frames + len(self._tasks):
             # The backward before this one ended by an exception: its tasks are not around us.
             self.abort()
         if not self._tasks:
+            if is_split:
+                self._look_at_split()
             if accumulates and self._engine.loss_scale is not None:
                 # Not in inner tasks: checkpointing starts them from inside the model.
                 refuse_bypass(roots, self._engine)
@@ -185,6 +195,40 @@ class Backward:
             self._begin()
         self._tasks.append(task)
         Variable._execution_engine.queue_callback(partial(self._leave, task))
+
+    def _look_at_split(self) -> None:
+        """A pipeline makes this backward in two parts: for the inputs now, for the weights later.
+
+        The second part has no hooks: it adds to `param.grad` by hand what nobody would reduce.
+        """
+        if not self.takes_by_hand:
+            raise ShardingError(
+                "a schedule that makes backwards in two parts (zero bubble, DualPipe) adds weight "
+                "gradients by hand, past the hooks that reduce them. Say when they are complete: "
+                "with onecopy.parallel.micro_batches(stages, num): schedule.step(...)"
+            )
+        if self._engine.owned.are_shown:
+            raise ShardingError(
+                "a schedule that makes backwards in two parts (zero bubble, DualPipe) would add a "
+                "rank's own gradients to reduced ones of an earlier step of the schedule. Call "
+                "optimizer.zero_grad() before each, or accumulate by more micro-batches, or use "
+                "Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+
+    def take_by_hand(self) -> None:
+        """Reduce the gradients of this rank's that such a schedule has put into `param.grad`."""
+        are_taken = False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for gradients in self._engine.gradients:
+                for index, parameter in enumerate(gradients.unit.parameters):
+                    gradient = parameter.grad
+                    if gradient is not None and type(gradient) is not OwnedGradient:
+                        parameter.grad, are_taken = None, True
+                        gradients.add(index, gradient)
+                if are_taken:
+                    gradients.keep_local()
+        if are_taken:
+            self.flush()
 
     def output_factor(self) -> float:
         """What a gradient is multiplied by that enters the model's outputs."""
@@ -208,7 +252,8 @@ class Backward:
             self.stepper.begin()
         engine.events.phase = "backward"
         travels = [] if engine.is_held else ["gather"]
-        if self.sync and self._accumulates:
+        self._reduces = self.sync and self.num_backwards >= self.local_until
+        if self._reduces and self._accumulates:
             travels.append("reduce")
         engine.events.emit("pass", what=" ".join(travels))
         engine.begin_segment(self.segment_key())
@@ -218,7 +263,7 @@ class Backward:
             engine.owned.hide()
             if engine.loss_scale is not None:
                 engine.loss_scale.begin_backward()
-            if self.sync:
+            if self._reduces:
                 self.reduces.agree_on_order()
 
     @property
@@ -269,18 +314,19 @@ class Backward:
                     raise
 
     def _end(self) -> None:
-        if self._engine.stage.releases or (self.sync and self._accumulates):
+        if self._engine.stage.releases or (self._reduces and self._accumulates):
             # A rank that has come here wants no more units: one that does must hear of it.
             self._engine.collectives.agreement.scheduled("the end of backward")
         if not self._accumulates:
             pass
-        elif self.sync:
+        elif self._reduces:
             self.reduces.complete()
         else:
             for gradients in self._engine.gradients:
                 gradients.keep_local()
         self._engine.rest()
-        if self.sync and self._accumulates:
+        self.num_backwards += self._accumulates
+        if self._reduces and self._accumulates:
             self._num_reduced += 1
             are_applied = self.stepper is not None and self.stepper.end()
             owned, reduces = self._engine.owned, self.reduces
@@ -336,7 +382,7 @@ class Backward:
         self._tasks.clear()
         if not self._accumulates:
             pass
-        elif not self.sync:
+        elif not self._reduces:
             with torch.no_grad():
                 for gradients in engine.gradients:
                     gradients.keep_local()
@@ -364,9 +410,10 @@ def _merge(reports: Sequence[str]) -> list[int]:
     return [max(one[0] for one in numbers), *{taken for one in numbers for taken in one[1:]}]
 
 
-def _running_backwards() -> tuple[int, bool, Sequence[Any]]:
+def _running_backwards() -> tuple[int, bool, Sequence[Any], bool]:
     """How many runs of the autograd engine the Python stack of this thread holds, whether the
-    innermost accumulates gradients (`backward`, not `torch.autograd.grad`), and its roots.
+    innermost accumulates gradients (`backward`, not `torch.autograd.grad`), its roots, and whether
+    it is the first part of a backward that torch's pipelining splits.
 
     On an accelerator hooks run in a thread of the engine's, whose stack holds none, while the
     caller's thread waits. Where several threads have a run, nobody can tell whose this is: then it
@@ -379,9 +426,9 @@ def _running_backwards() -> tuple[int, bool, Sequence[Any]]:
     return (0, *others[0][1:]) if len(others) == 1 else mine
 
 
-def _runs_on(innermost: FrameType) -> tuple[int, bool, Sequence[Any]]:
+def _runs_on(innermost: FrameType) -> tuple[int, bool, Sequence[Any], bool]:
     """The same of one stack."""
-    count, accumulates, frame = 0, True, innermost
+    count, accumulates, is_split, frame = 0, True, False, innermost
     roots: Sequence[Any] = ()
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":
@@ -389,5 +436,6 @@ def _runs_on(innermost: FrameType) -> tuple[int, bool, Sequence[Any]]:
                 accumulates = frame.f_locals.get("kwargs", {}).get("accumulate_grad", True)
                 roots = frame.f_locals.get("t_outputs", ())
             count += 1
+        is_split = is_split or frame.f_code.co_name == "stage_backward_input"
         frame = frame.f_back  # type: ignore[assignment]
-    return count, accumulates, roots
+    return count, accumulates, roots, is_split

@@ -209,6 +209,11 @@ class OwnedGradients:
                 self.settle()
         return stand_in is not self._stand_ins[number]
 
+    @property
+    def are_shown(self) -> bool:
+        """There are gradients to measure and to change."""
+        return bool(self._shown)
+
     def hide(self) -> None:
         """Before autograd accumulates again, which would fail on a stand-in."""
         if not self._shown:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onecopy.parallel.gathered import keep_gathered as keep_gathered
     from onecopy.parallel.huggingface import sequence_parallel as sequence_parallel
+    from onecopy.parallel.pipeline import micro_batches as micro_batches
     from onecopy.parallel.sequence import attention as attention
     from onecopy.parallel.sequence import position_ids as position_ids
     from onecopy.parallel.sequence import split_sequence as split_sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attention": "onecopy.parallel.sequence",
     "keep_gathered": "onecopy.parallel.gathered",
+    "micro_batches": "onecopy.parallel.pipeline",
     "position_ids": "onecopy.parallel.sequence",
     "sequence_parallel": "onecopy.parallel.huggingface",
     "split_sequence": "onecopy.parallel.sequence",
@@ -26,6 +28,7 @@ _WHERE = {
 __all__ = [
     "attention",
     "keep_gathered",
+    "micro_batches",
     "position_ids",
     "sequence_parallel",
     "split_sequence",
