@@ -224,7 +224,7 @@ class Backward:
                     gradient = parameter.grad
                     if gradient is not None and type(gradient) is not OwnedGradient:
                         parameter.grad, are_taken = None, True
-                        gradients.add(index, gradient)
+                        gradients.add(index, local_values(parameter, gradient))
                 if are_taken:
                     gradients.keep_local()
         if are_taken:
