@@ -29,7 +29,7 @@ from onecopy.core.backward import Backward
 from onecopy.core.coded import code_frozen
 from onecopy.core.conversion import convert_buffers
 from onecopy.core.copying import copy_plain
-from onecopy.core.dtensors import tensor_groups
+from onecopy.core.dtensors import check_dtensor, is_dtensor, tensor_groups
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.initialise import prepare
@@ -93,13 +93,22 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Among whom a model is sharded: all, the nodes that they are in, and who watches over them."""
+    """Among whom a model is sharded: all, the nodes that they are in, and who watches over them;
+    and the other groups that it is spread over.
+    """
 
     world: Group
     nodes: tuple[tuple[int, ...], ...]
     machines: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh | ImaginedWorld | None
     watchdog: Watchdog | None
+    tensor: tuple[Group, ...] = ()
+    pipeline: tuple[Group, ...] = ()
+
+    @property
+    def are_first(self) -> bool:
+        """This rank speaks for those that have the same to say."""
+        return self.world.rank == 0 and not any(group.rank for group in self.tensor)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -183,14 +192,21 @@ def shard(
             comm_groups.check_backend(world, specs[0].device)
             check_equal(world, one, config, [_described(spec) for spec in specs])
         nodes = find_nodes(world, mesh, config.node_size)
-        machines = find_machines(world)
+        ranks = Ranks(
+            world,
+            nodes,
+            find_machines(world),
+            mesh,
+            watchdog,
+            tensor=tensor_groups(models, world, comm_meshes.model_groups(mesh, "tensor")),
+            pipeline=comm_meshes.model_groups(mesh, "pipeline"),
+        )
         config, choice = choose_stage(config, world, units, optimizer_of, nodes)
         if choice is None:
             check_room(config, world, units, optimizer_of, nodes)
         else:
-            announce(choice.reason, world)
-        announce(_one_node_too_few(config, nodes), world)
-        ranks = Ranks(world, nodes, machines, mesh, watchdog)
+            announce(choice.reason, is_first=ranks.are_first)
+        announce(_one_node_too_few(config, nodes), is_first=ranks.are_first)
         config = _choose_quantize(config, ranks, units[0][0])
         for one, specs in zip(models, units, strict=True):
             _shard_one(one, specs, ranks, config)
@@ -422,6 +438,8 @@ def _check_modules(models: Sequence[nn.Module]) -> None:
                     "model too, and can be laid out in one only: put both models into one module "
                     "(nn.ModuleList([a, b])) and shard that"
                 )
+            if is_dtensor(parameter):
+                check_dtensor(name, parameter)
             if parameter.grad is not None:
                 raise ShardingError(
                     f"parameter {name} already has a gradient, which a step after shard would not "
@@ -475,7 +493,7 @@ def _choose_quantize(config: Config, ranks: Ranks, unit: UnitSpec) -> Config:
         gradients=unit.dtypes.reduce,
         native=comm_groups.has_native_collectives(ranks.world, unit.device),
     )
-    announce(decision.reason, ranks.world)
+    announce(decision.reason, is_first=ranks.are_first)
     return Config.make(config, {"quantize": decision.quantize}, origin=decision.reason)
 
 
@@ -499,10 +517,8 @@ def _shard_one(
     in_hops = stage.needs_nodes or not native or quantize is not None
     groups = replace(
         make_groups(world, stage.optimizer, ranks.nodes, machines=ranks.machines, in_hops=in_hops),
-        tensor=tensor_groups(
-            model.parameters(), world, comm_meshes.model_groups(ranks.mesh, "tensor")
-        ),
-        pipeline=comm_meshes.model_groups(ranks.mesh, "pipeline"),
+        tensor=ranks.tensor,
+        pipeline=ranks.pipeline,
     )
     collectives = Collectives(
         groups,
@@ -528,7 +544,7 @@ def _shard_one(
         engine = Engine(model, specs, config, collectives)
         if sources:
             read_pieces(engine, sources)
-    announce(describe(engine), world)
+    announce(describe(engine), is_first=ranks.are_first)
     backward = Backward(engine)
     owner = Handle(engine, backward, Hooks(engine, backward), events, ranks.mesh)
     setattr(model, handle.ATTRIBUTE, owner)

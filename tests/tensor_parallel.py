@@ -34,7 +34,8 @@ class Attention(nn.Module):
         shape = rows, tokens, -1, WIDTH // HEADS
         q, k, v = (one(x).view(shape).transpose(1, 2) for one in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        return out
 
 
 class MLP(nn.Module):
@@ -45,7 +46,8 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -58,31 +60,33 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
-def build(seed: int = 0) -> GPT:
+def build(vocabulary: int = VOCABULARY) -> GPT:
     """The same on every rank."""
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return GPT()
+        torch.manual_seed(0)
+        return GPT(vocabulary)
 
 
 def parallelize(model: GPT, mesh: DeviceMesh, style: str) -> GPT:
@@ -119,6 +123,12 @@ def parallelize(model: GPT, mesh: DeviceMesh, style: str) -> GPT:
         }
     parallelize_module(model, mesh, outer)
     return model
+
+
+def whole(tensor: Any) -> Tensor:
+    """The values of all ranks of the tensor group, a copy."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
 
 
 def batch(step: int, data_rank: int) -> Tensor:

@@ -20,6 +20,7 @@ from onecopy.comm.meshes import groups_along
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.tensor import DTensor
 
     from onecopy.comm.groups import Group
@@ -107,7 +108,7 @@ def check_dtensor(name: str, parameter: Any) -> None:
 
 
 def tensor_groups(
-    parameters: Iterable[Any], data: Group, known: tuple[Group, ...]
+    models: Iterable[nn.Module], data: Group, known: tuple[Group, ...]
 ) -> tuple[Group, ...]:
     """The groups that DTensor parameters are cut over, those in `known` first.
 
@@ -118,9 +119,10 @@ def tensor_groups(
         ShardingError: a parameter is cut over ranks of the data group.
     """
     found = list(known)
-    meshes = {id(one.device_mesh): one for one in parameters if is_dtensor(one)}
-    for parameter in meshes.values():
-        for group in groups_along(parameter.device_mesh):
+    parameters: list[Any] = [one for model in models for one in model.parameters()]
+    meshes = {id(one.device_mesh): one.device_mesh for one in parameters if is_dtensor(one)}
+    for mesh in meshes.values():
+        for group in groups_along(mesh):
             both = sorted(set(group.ranks) & set(data.ranks))
             if len(both) > 1:
                 raise ShardingError(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from onecopy.core import build
-from onecopy.core.dtensors import check_dtensor, is_dtensor, local_of
+from onecopy.core.dtensors import is_dtensor, local_of
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import LARGE_LEAF_NUMEL, balance
 from onecopy.core.precision import dtypes_of
@@ -157,9 +157,7 @@ def _refuse_whole_dtensor(name: str, optimizer: torch.optim.Optimizer | None) ->
 
 def _check(name: str, parameter: nn.Parameter) -> None:
     is_plain = type(parameter).__torch_dispatch__ is nn.Parameter.__torch_dispatch__
-    if is_dtensor(parameter):
-        check_dtensor(name, parameter)
-    elif not is_plain and not is_fake(parameter):
+    if not is_plain and not is_dtensor(parameter) and not is_fake(parameter):
         raise ShardingError(
             f"parameter {name} is a {type(parameter).__name__}, a tensor subclass that cannot be "
             "viewed as a part of a flat buffer: shard the model before it is converted (quantized, "

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from onecopy.comm.groups import Group
 
 __all__ = ["announce"]
 
 LOGGER = logging.getLogger("onecopy")
 
 
-def announce(text: str | None, world: Group) -> None:
+def announce(text: str | None, *, is_first: bool) -> None:
     """Say it on the first rank, if there is anything to say.
 
     Where nobody has configured logging it goes to stderr. Raise the logger's level to silence it:
     `logging.getLogger("onecopy").setLevel("WARNING")`.
     """
-    if text is None or world.rank != 0 or LOGGER.level > logging.INFO:
+    if text is None or not is_first or LOGGER.level > logging.INFO:
         return
     if LOGGER.hasHandlers():
         LOGGER.info(text)
