@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from onecopy.parallel.sequence import attention as attention
     from onecopy.parallel.sequence import position_ids as position_ids
     from onecopy.parallel.sequence import split_sequence as split_sequence
+    from onecopy.parallel.tiled import tile_modules as tile_modules
+    from onecopy.parallel.tiled import tiled_cross_entropy as tiled_cross_entropy
 
 _WHERE = {
     "attention": "onecopy.parallel.sequence",
@@ -23,6 +25,8 @@ _WHERE = {
     "position_ids": "onecopy.parallel.sequence",
     "sequence_parallel": "onecopy.parallel.huggingface",
     "split_sequence": "onecopy.parallel.sequence",
+    "tile_modules": "onecopy.parallel.tiled",
+    "tiled_cross_entropy": "onecopy.parallel.tiled",
 }
 
 __all__ = [
@@ -32,6 +36,8 @@ __all__ = [
     "position_ids",
     "sequence_parallel",
     "split_sequence",
+    "tile_modules",
+    "tiled_cross_entropy",
 ]
 
 
