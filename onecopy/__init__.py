@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.loading import load as load
     from onecopy.checkpoint.saving import save as save
     from onecopy.config import Config as Config
+    from onecopy.core.activations import checkpoint_activations as checkpoint_activations
     from onecopy.core.build import init_sharded as init_sharded
     from onecopy.core.pretrained import load_pretrained as load_pretrained
     from onecopy.core.tiling import tile_linears as tile_linears
@@ -45,6 +46,7 @@ _WHERE = {
     "Precision": "onecopy.policies",
     "Quantize": "onecopy.policies",
     "async_save": "onecopy.checkpoint.background",
+    "checkpoint_activations": "onecopy.core.activations",
     "clip_grad_norm_": "onecopy.api",
     "config_of": "onecopy.api",
     "flush": "onecopy.api",
@@ -72,6 +74,7 @@ __all__ = [
     "Precision",
     "Quantize",
     "async_save",
+    "checkpoint_activations",
     "clip_grad_norm_",
     "config_of",
     "export",

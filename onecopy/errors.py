@@ -11,6 +11,7 @@ OneCopyError
 |  `- SavePendingError     a checkpoint of the model is still being written
 |- RunError                a run's folder is missing, damaged, or in use by another run
 |- SwapError               states on disk cannot be made, read or written
+|- ActivationError         a checkpointed activation cannot be kept, or is not what it was
 |- CommunicationError      a transfer failed: a peer died, or the connection broke
 `- LaunchError             a rank process that onecopy started has failed
 
@@ -20,6 +21,7 @@ Messages say what happened, to which name and on which rank, and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "ActivationError",
     "CheckpointError",
     "CommunicationError",
     "ConfigError",
@@ -78,6 +80,10 @@ class RunError(OneCopyError, RuntimeError):
 
 class SwapError(OneCopyError, RuntimeError):
     """States that are kept on disk cannot be made there, read or written."""
+
+
+class ActivationError(OneCopyError, RuntimeError):
+    """The input of a checkpointed module cannot be kept or fetched, or ranks have others."""
 
 
 class CommunicationError(OneCopyError, RuntimeError):

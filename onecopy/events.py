@@ -32,11 +32,14 @@ Kind = Literal[
     "read",
     "stage",
     "save",
+    "keep",
+    "fetch",
+    "collect",
     "enter",
     "leave",
     "exchange",
 ]
-# Those whose bytes travel from rank to rank.
+# Those in which bytes of units travel from rank to rank.
 SENT = ("gather", "reduce", "refresh")
 
 
@@ -52,21 +55,27 @@ class Event(NamedTuple):
         backward), speculation (what became of a unit's update that was begun before its step, with
         speculative_step), scale (the loss scale has changed), read (values came from files), stage
         (what is to be saved was copied to host memory), save (a checkpoint was written; one of
-        async_save is reported from the thread that has written it), enter and leave (the
-        computation of a unit begins and ends, in forward or backward; only while somebody looks
-        closely, see `Events.close_looks`), exchange (activations travelled between the ranks of one
-        sequence, see onecopy.parallel).
-    unit: name of the unit; empty where no single unit is meant.
+        async_save is reported from the thread that has written it), keep (the input of a
+        checkpointed module is kept for backward), fetch (it begins to come back from where it was
+        kept), collect (its parts travel, to be whole again), enter and leave (the computation of a
+        unit begins and ends, in forward or backward; only while somebody looks closely, see
+        `Events.close_looks`), exchange (activations travelled between the ranks of one sequence,
+        see onecopy.parallel).
+    unit: name of the unit; empty where no single unit is meant. Of keep, fetch and collect the name
+        of the module, which is that of its unit most often.
     phase: forward, backward, step or api: the moment of the training step.
     num_bytes: bytes that this rank sends, moves between device and host, copies to be saved, or
-        reads from files or writes to them; 0 for other local events.
-    group: shard or replica, the group the bytes travel in, or sequence, that of an exchange; empty
-        for local events.
+        reads from files or writes to them; of keep those that this rank holds; 0 for other local
+        events.
+    group: shard or replica, the group the bytes travel in, or model, that of collect, or sequence,
+        that of an exchange; empty for local events.
     seconds: how long it took, until now: wait, stage and save, which block this rank (a save in the
         background blocks nobody but takes as long), step and skip (without a closure), update. Of a
         swap with the disk how long that took; this rank went on meanwhile.
     what: of a wait, what this rank was blocked in: gather, reduce, refresh or swap of the unit, or
-        agree (ranks compared what they want next, or shared a small number, such as a norm). Of a
+        agree (ranks compared what they want next, or shared a small number, such as a norm); keep,
+        fetch or collect of a checkpointed module. Of keep and fetch where it is kept or comes from,
+        "device", "host" or "nvme". Of a
         pass, what travels for it of all units, as far as the stage cuts them: "gather", "reduce",
         "gather reduce". Of a swap, "up" to the device or "down" from it, "read" from disk or
         "write" to it. Of step, skip and update, the optimizer's class. Of a speculation, "kept"

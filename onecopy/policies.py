@@ -9,13 +9,28 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onecopy.errors import ConfigError
 
-__all__ = ["Offload", "Precision", "Quantize", "changed", "check_choice", "names_of", "settings_of"]
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Activations",
+    "Offload",
+    "Precision",
+    "Quantize",
+    "changed",
+    "check_choice",
+    "names_of",
+    "settings_of",
+]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "bf16+16", "bf16")
@@ -302,6 +317,57 @@ class Quantize:
     def written(self) -> str:
         """The call that makes it: Quantize(weights="int4", ...)."""
         return f"Quantize({', '.join(f'{name}={value!r}' for name, value in changed(self))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Which modules keep only their inputs from forward to backward, and where these lie.
+
+    place: where an input is kept: on the "device", in "host" memory, or on "nvme". Away from the
+        device it is fetched before it is needed, in the reverse order of keeping.
+    partition: a group of ranks that all have the same inputs (tensor parallelism): each keeps an
+        equal part, and one all-gather makes the whole again before recomputation. A device mesh of
+        one dimension, or a process group; None keeps inputs whole.
+    path: with "nvme", a folder on the drive, the same on every node; each rank makes a private one
+        below it, which goes when training ends.
+    every: each k-th of the chosen modules, beginning with the first; the others run as they are.
+    modules: which ones: shell patterns of names ("layers.*"), or a function of a module's name and
+        the module that says so. Of modules inside one another the outermost counts. None for the
+        model's repeated blocks.
+
+    Source: ZeRO (Rajbhandari et al. 2020), section 6.1 (P_a, P_a+cpu); activation checkpointing of
+    Chen et al. 2016.
+    """
+
+    place: str = "device"
+    partition: DeviceMesh | ProcessGroup | None = None
+    path: str | Path | None = None
+    every: int = 1
+    modules: tuple[str, ...] | str | Callable[[str, nn.Module], bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("activations.place", self.place, TIERS)
+        if self.path is not None:
+            object.__setattr__(self, "path", str(self.path))
+        if self.place == "nvme" and not self.path:
+            raise ConfigError(
+                'activations.place="nvme" needs activations.path: a folder on the drive that is to '
+                "hold them"
+            )
+        if self.place != "nvme" and self.path is not None:
+            raise ConfigError(
+                f"activations.path={self.path!r} is for what is kept on NVMe, and place="
+                f'{self.place!r}: say place="nvme", or leave path out'
+            )
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ConfigError(
+                f"activations.every={self.every!r}: give a whole number, 1 for every one of the "
+                "chosen modules, 2 for every second"
+            )
+        if isinstance(self.modules, str):
+            object.__setattr__(self, "modules", (self.modules,))
+        elif self.modules is not None and not callable(self.modules):
+            object.__setattr__(self, "modules", tuple(self.modules))
 
 
 def settings_of(record: type[Any]) -> dict[str, Field[Any]]:

@@ -32,7 +32,7 @@ from onecopy.errors import ConfigError, ShardingError
 if TYPE_CHECKING:
     from onecopy.config import Config
 
-__all__ = ["assign_owners", "find_units", "matching"]
+__all__ = ["assign_owners", "chosen_modules", "find_units", "matching"]
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 # Leaves that are always used by calling them. Others (the projection inside MultiheadAttention,
@@ -55,7 +55,7 @@ def find_units(
             fit the model.
         ShardingError: a parameter cannot be laid into a flat buffer.
     """
-    chosen = _chosen_modules(root, config.units)
+    chosen = {id(module) for _, module in chosen_modules(root, "units", config.units)}
     staying = {id(one) for _, one in matching(root, "keep_gathered", config.keep_gathered)}
     chains = _chains(root)
     precision = config.precision_policy
@@ -209,17 +209,25 @@ def _unit_module(chains: list[list[nn.Module]], chosen: set[int], root: nn.Modul
     return root
 
 
-def _chosen_modules(root: nn.Module, patterns: tuple[str, ...] | None) -> set[int]:
+def chosen_modules(
+    root: nn.Module, setting: str, patterns: Iterable[str] | None
+) -> list[tuple[str, nn.Module]]:
+    """The modules that a setting names, by shell patterns; for None the repeated blocks.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or something that is never called.
+    """
     if patterns is None:
-        return {id(module) for module in _repeated_blocks(root)}
-    chosen = list(matching(root, "units", patterns))
+        names = {id(module): name for name, module in root.named_modules()}
+        return [(names[id(module)], module) for module in _repeated_blocks(root)]
+    chosen = list(matching(root, setting, patterns))
     for name, module in chosen:
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
             raise ConfigError(
-                f"units: {name} is a {type(module).__name__}, which is never called itself; name "
-                f"its children, {name + '.*'!r}"
+                f"{setting}: {name} is a {type(module).__name__}, which is never called itself; "
+                f"name its children, {name + '.*'!r}"
             )
-    return {id(module) for _, module in chosen}
+    return chosen
 
 
 def matching(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onecopy.core.engine import Engine
     from onecopy.core.unit import Unit
 
-__all__ = ["SavedTensors"]
+__all__ = ["SavedTensors", "innermost_hooks", "is_only_watched"]
 
 
 class _Packed(NamedTuple):
@@ -68,20 +68,20 @@ class SavedTensors:
 
     def enter(self, module: nn.Module) -> None:
         """A module runs: spread a net, unless the innermost hooks are one already."""
-        outer = _innermost_hooks()
+        outer = innermost_hooks()
         if self._is_watching and not _is_net(outer):
             self._spread(module, outer)
 
     @property
     def is_watched(self) -> bool:
         """What autograd saves now goes through a net."""
-        return _is_net(_innermost_hooks())
+        return _is_net(innermost_hooks())
 
     def enter_recomputation(self, module: nn.Module) -> None:
         """A module runs within backward. Reentrant checkpointing, which has no hooks of its own,
         runs a backward through what it recomputes here: always watched.
         """
-        if _innermost_hooks() is None:
+        if innermost_hooks() is None:
             self._spread(module, None)
 
     def _spread(self, module: nn.Module, outer: Any) -> None:
@@ -113,7 +113,7 @@ class SavedTensors:
             self._engine.demand(unit)
 
 
-def _innermost_hooks() -> Any:
+def innermost_hooks() -> Any:
     """The pair of hooks on saved tensors that is in force here, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -122,18 +122,23 @@ def _is_net(hooks: Any) -> bool:
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _Net)
 
 
+def is_only_watched(hooks: Any) -> bool:
+    """Whether what is saved under a pair of hooks (or None) stays where it is."""
+    return hooks is None or (_is_net(hooks) and hooks[0].__self__.outer is None)
+
+
 class _Net:
     """One pair of hooks, inside the pair that was in force before (or None)."""
 
     def __init__(self, saved: SavedTensors, outer: tuple[Callable[..., Any], ...] | None) -> None:
         self._saved = saved
-        self._outer = outer
+        self.outer = outer
 
     @not_compiled
     def pack(self, tensor: torch.Tensor) -> _Packed:
         unit = self._saved.unit_of(tensor)
-        if self._outer is not None:
-            return _Packed(self._outer[0](tensor), None, unit)
+        if self.outer is not None:
+            return _Packed(self.outer[0](tensor), None, unit)
         # A tensor saved by its own node would keep that node alive for ever.
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
         return _Packed(kept, tensor._version, unit)
@@ -141,7 +146,7 @@ class _Net:
     @not_compiled
     def unpack(self, packed: _Packed) -> torch.Tensor:
         kept, version, unit = packed
-        tensor: torch.Tensor = kept if self._outer is None else self._outer[1](kept)
+        tensor: torch.Tensor = kept if self.outer is None else self.outer[1](kept)
         if unit is not None:
             self._saved.unpacked(unit)
         if version is not None and tensor._version != version:

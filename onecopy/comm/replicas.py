@@ -1,0 +1,115 @@
+"""Tensors that all ranks of a group have, of which each rank keeps a part (P_a of ZeRO-R).
+
+Volume (per rank, of a tensor of S bytes over N ranks): (N-1)/N S for each time it is made whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm.groups import Group
+from onecopy.comm.waits import Wait
+from onecopy.errors import CommunicationError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from onecopy.events import Events
+
+__all__ = ["collect", "group_of", "ranks_with_others"]
+
+CHECKED_BYTES = 1 << 20
+# Odd: no byte's weight is lost when sums wrap around.
+FACTOR = 0x9E3779B1
+
+
+def group_of(partition: DeviceMesh | dist.ProcessGroup, setting: str) -> Group:
+    """The ranks of a device mesh of one dimension, or of a process group.
+
+    Raises:
+        ConfigError: the mesh has several dimensions, or this rank is in none of them; `setting`
+            names what was given.
+    """
+    if isinstance(partition, dist.ProcessGroup):
+        process_group: dist.ProcessGroup = partition
+    elif getattr(partition, "ndim", None) == 1:
+        process_group = partition.get_group()
+    else:
+        names = getattr(partition, "mesh_dim_names", None)
+        raise ConfigError(
+            f"{setting} is {f'a mesh of the dimensions {names}' if names else repr(partition)}: "
+            'give the one dimension whose ranks have the same inputs, mesh["tp"], or its process '
+            "group"
+        )
+    ranks, me = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank()
+    if me not in ranks:
+        raise ConfigError(f"{setting} has the ranks {list(ranks)}, and this is rank {me}")
+    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
+
+
+def collect(
+    part: torch.Tensor, group: Group, *, name: str, events: Events | None = None
+) -> torch.Tensor:
+    """Parts of all ranks, one after another.
+
+    Args:
+        part: (n,) contiguous, n the same on all ranks.
+        name: what it is a part of.
+        events: where to report what is sent, and how long that blocked.
+
+    Returns:
+        (N n,), in the order of the group's ranks.
+
+    Raises:
+        CommunicationError: a peer has ended.
+    """
+    if group.process_group is None:
+        return part
+    whole = part.new_empty(group.size * part.numel())
+    if events is not None:
+        num_bytes = part.nbytes * (group.size - 1)
+        events.emit("collect", name, num_bytes=num_bytes, group="model")
+    with Wait("collect", group.ranks, unit=name, events=events):
+        # As bytes: Gloo does not know all dtypes.
+        _all_gather(whole.view(torch.uint8), part.view(torch.uint8), group)
+    return whole
+
+
+def ranks_with_others(values: torch.Tensor, group: Group) -> list[int]:
+    """The global ranks whose tensor is another one, bit for bit, than that of the first rank.
+
+    A collective of a few bytes.
+
+    Args:
+        values: (n,) contiguous.
+    """
+    if group.process_group is None:
+        return []
+    mine = torch.tensor([values.numel(), _checksum(values)], device=values.device)
+    every = mine.new_empty(2 * group.size)
+    with Wait("agree", group.ranks):
+        _all_gather(every, mine, group)
+    sums = every.view(-1, 2).tolist()
+    return [rank for rank, one in zip(group.ranks, sums, strict=True) if one != sums[0]]
+
+
+def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
+    try:
+        dist.all_gather_single(whole, part, group=group.process_group)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
+            f"({error}). Most often a peer has ended; its own output says why"
+        ) from error
+
+
+def _checksum(values: torch.Tensor) -> int:
+    """Of the bytes and their places."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for piece in values.view(torch.uint8).split(CHECKED_BYTES):
+        weights = torch.arange(1, piece.numel() + 1, device=values.device) * FACTOR
+        total = total * FACTOR + (weights * piece).sum()
+    return int(total)
