@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -348,6 +349,24 @@ def test_parts_that_differ_in_size(pool: Pool) -> None:
     expected = uneven(None)
     for found in pool.run(4, uneven, 3):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
+def unequal() -> list[str]:
+    """What is said where the norms of the second tensor rank begin otherwise."""
+    mesh = make_mesh()
+    model = tp.parallelize(tp.build(), mesh["tp"], "tensor")
+    with torch.no_grad():
+        model.blocks[1].norm2.bias.add_(mesh["tp"].get_local_rank())  # type: ignore[union-attr, operator]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        onecopy.shard(model, mesh=mesh)
+    return [str(one.message) for one in said]
+
+
+def test_replicas_that_differ_are_named(pool: Pool) -> None:
+    (first,), (second,), *others = pool.run(4, unequal)
+    assert first == second and "blocks.1.norm2.bias" in first and "same seed" in first
+    assert others == [[], []]
 
 
 # What is refused -------------------------------------------------------------------------------

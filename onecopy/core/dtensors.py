@@ -11,11 +11,13 @@ plain parameter of such a model). Norms add up parts and count replicas once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.comm.compare import gather_objects
 from onecopy.comm.meshes import groups_along
 from onecopy.errors import ShardingError
 
@@ -34,6 +36,7 @@ __all__ = [
     "local_values",
     "tensor_groups",
     "version_of",
+    "warn_of_unequal",
 ]
 
 
@@ -134,6 +137,35 @@ def tensor_groups(
             if all(group.ranks != one.ranks for one in found):
                 found.append(group)
     return tuple(found)
+
+
+def warn_of_unequal(models: Iterable[nn.Module], data: Group, groups: Iterable[Group]) -> None:
+    """Say so where what ranks of a tensor group should have alike differs. A collective.
+
+    torch broadcasts what it cuts, but no plain parameter: seeds that differ leave models that each
+    rank trains in its own way.
+    """
+    parameters = [pair for model in models for pair in model.named_parameters()]
+    for group in groups:
+        if not any(is_cut_over(parameter, group) for _, parameter in parameters):
+            # Whole models side by side.
+            continue
+        sums = {
+            name: float(local_of(parameter).detach().double().sum())
+            for name, parameter in parameters
+            if not parameter.is_meta and not is_cut_over(parameter, group)
+        }
+        everyone = gather_objects(group, sums)
+        unequal = [name for name in sums if len({one.get(name) for one in everyone}) > 1]
+        # The others take the values of the first data rank.
+        if unequal and data.rank == 0:
+            warnings.warn(
+                f"{len(unequal)} parameters differ between ranks {list(group.ranks)} of the tensor "
+                f"group, {unequal[0]} for one, and should be replicas: no rank has a part of them. "
+                "Set the same seed on these ranks before the model is built; if they are to be "
+                "parts, let parallelize_module cut them, or make them DTensors",
+                stacklevel=4,
+            )
 
 
 def is_cut_over(parameter: Any, group: Group) -> bool:
