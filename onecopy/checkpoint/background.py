@@ -25,9 +25,9 @@ import torch
 
 from onecopy import handle
 from onecopy.checkpoint.folder import path_of
+from onecopy.checkpoint.naming import Models, Named, Optimizers, meet, name_all
 from onecopy.checkpoint.ranges import MAX_ITEM_BYTES, Range
 from onecopy.checkpoint.saving import Job, Options, prepare
-from onecopy.checkpoint.states import Models, Named, Optimizers, meet, name_all
 from onecopy.checkpoint.together import together
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.groups import Group, end_host_group
@@ -92,9 +92,9 @@ def async_save(  # noqa: PLR0913
         _refuse_if_busy(name_all(model, optimizer))
     options = Options(step, extra, keep, keep_every)
     named, job = prepare(root, model, optimizer, options, "onecopy.async_save")
-    events = [one.engine.events for one in named.models.values()]
+    events = [one.engine.events for one in named.models]
     pending = PendingSave(_copied(named, job), named.group, events)
-    for one in named.models.values():
+    for one in named.models:
         handle.of(one.module).pending_save = pending
     pending.start()
     seconds = time.perf_counter() - begin
@@ -263,7 +263,7 @@ def _forget_values(error: BaseException | None) -> None:
 def _refuse_if_busy(named: Named) -> None:
     """Raises SavePendingError on all ranks if a rank still writes a checkpoint of the models."""
     meet(named, 'onecopy.async_save(if_busy="refuse")')
-    owners = [handle.of(one.module) for one in named.models.values()]
+    owners = [handle.of(one.module) for one in named.models]
     pending = [owner.pending_save for owner in owners if owner.pending_save is not None]
     # Through the group of training: that of checkpoints may be in use.
     world = owners[0].engine.collectives.groups.world
@@ -287,7 +287,7 @@ def _copied(named: Named, job: Job) -> Job:
     Raises:
         CheckpointError: a rank has no memory for it, or no room on the drive; on all ranks.
     """
-    owner = handle.of(next(iter(named.models.values())).module)
+    owner = handle.of(named.models[0].module)
     copies: list[Range] = []
 
     def copy() -> None:
@@ -296,7 +296,7 @@ def _copied(named: Named, job: Job) -> Job:
         if owner.host_buffer is None or owner.host_buffer.num_bytes < num_bytes:
             # First give back, then take.
             owner.host_buffer = None
-            devices = {u.flat.device.type for m in named.models.values() for u in m.engine.units}
+            devices = {u.flat.device.type for m in named.models for u in m.engine.units}
             owner.host_buffer = HostBuffer(num_bytes, pinned=devices != {"cpu"})
         copies.extend(_copy_ranges(in_memory, owner.host_buffer))
         copies.extend(_copy_on_disk(one, one.lane) for one in job.states.ranges if one.lane)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from onecopy.checkpoint.naming import GROUPS, STATE
 from onecopy.checkpoint.source import Source
-from onecopy.checkpoint.states import GROUPS, STATE
 
 __all__ = ["Contents", "contents_of"]
 

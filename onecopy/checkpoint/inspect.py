@@ -18,8 +18,8 @@ from onecopy.checkpoint.files import METADATA
 from onecopy.checkpoint.folder import LATEST, find_step, step_of, unfinished_in
 from onecopy.checkpoint.huggingface import NOT_EXPORTED
 from onecopy.checkpoint.manifest import MANIFEST, read_manifest
+from onecopy.checkpoint.naming import GROUPS, STATE
 from onecopy.checkpoint.source import Source, open_source
-from onecopy.checkpoint.states import GROUPS, STATE
 from onecopy.checkpoint.unpickle import load_object
 from onecopy.errors import CheckpointError
 

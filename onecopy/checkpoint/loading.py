@@ -15,28 +15,30 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint import folder as folders
 from onecopy.checkpoint.counters import restore_counters
+from onecopy.checkpoint.division import Division, divide
 from onecopy.checkpoint.manifest import Manifest, checksum
 from onecopy.checkpoint.matching import Names
-from onecopy.checkpoint.plan import LoadRanges
-from onecopy.checkpoint.random_states import restore_random_states
-from onecopy.checkpoint.ranges import Range, whole_tensor
-from onecopy.checkpoint.restoring import OptimizerStates
-from onecopy.checkpoint.source import Source, open_source
-from onecopy.checkpoint.states import (
+from onecopy.checkpoint.naming import (
     Models,
     Named,
     Optimizers,
     alike_in,
     extra_states_of,
     name_all,
-    range_to_load,
     settle,
 )
-from onecopy.checkpoint.states import (
+from onecopy.checkpoint.naming import (
     Path as KeyPath,
 )
+from onecopy.checkpoint.plan import LoadRanges
+from onecopy.checkpoint.random_states import restore_random_states
+from onecopy.checkpoint.ranges import Range, whole_tensor
+from onecopy.checkpoint.restoring import OptimizerStates
+from onecopy.checkpoint.source import Source, open_source
+from onecopy.checkpoint.states import range_to_load
 from onecopy.checkpoint.together import errors_of_ranks, together
 from onecopy.checkpoint.unpickle import load_object
+from onecopy.core.dtensors import local_of
 from onecopy.core.views import is_dense
 from onecopy.errors import CheckpointError
 
@@ -55,7 +57,9 @@ class Loaded:
 
     step: the checkpoint's number; where another program has saved, what it says, or 0.
     extra: what the rank of the same number gave to `save`; the first one's on ranks that there
-        were not. Of a DeepSpeed checkpoint a dict: see `checkpoint.deepspeed.DeepSpeedReader.run`.
+        were not. Where the model is spread over other model groups than before, what the first
+        rank of the same number in its data group gave. Of a DeepSpeed checkpoint a dict: see
+        `checkpoint.deepspeed.DeepSpeedReader.run`.
     extras: of all ranks that saved, in order; one where all gave the same.
     world_size: number of ranks that saved.
     path: the checkpoint's folder.
@@ -100,13 +104,13 @@ def load(
     """
     named = name_all(model, optimizer)
     settle(named, "onecopy.load")
-    group = named.group
+    group, division = named.group, divide(named)
     path = Path(root).expanduser()
     found = together(group, lambda: folders.candidates(path) if group.rank == 0 else [])[0]
     failures: list[CheckpointError] = []
     for number, folder in enumerate(found):
         try:
-            return _load_one(folder, named)
+            return _load_one(folder, named, division)
         except CheckpointError as error:
             if not fallback or len(found) == 1:
                 raise
@@ -117,10 +121,10 @@ def load(
     raise CheckpointError(f"none of the checkpoints of {path} can be loaded:{tried}")
 
 
-def _load_one(folder: Path, named: Named) -> Loaded:
+def _load_one(folder: Path, named: Named, division: Division) -> Loaded:
     group = named.group
     source = _open_together(folder, group)
-    targets = _Targets(source, named)
+    targets = _Targets(source, named, division)
     together(group, targets.plan)
     targets.read(targets.keys, [])
     together(group, targets.take_objects)
@@ -161,9 +165,10 @@ def _open_together(folder: Path, group: Group) -> Source:
 class _Targets:
     """What this rank reads of one checkpoint, and where it goes."""
 
-    def __init__(self, source: Source, named: Named) -> None:
+    def __init__(self, source: Source, named: Named, division: Division) -> None:
         self._source = source
         self._named = named
+        self._division = division
         self.keys: list[str] = []
         self.ranges: list[Range] = []
         self._objects: dict[str, Any] = {}
@@ -176,6 +181,9 @@ class _Targets:
         self._num_steps: list[tuple[Binding, int]] = []
         self._extra_keys = [] if source.manifest is None else source.manifest.extras
         self._rng_key: str | None = None
+        self._former = Former(0, 0)
+        if source.manifest is not None:
+            self._former = former_rank(source.manifest, division, named.group.rank)
 
     def plan(self) -> None:
         """Look everything up; nothing is changed yet.
@@ -183,16 +191,17 @@ class _Targets:
         Raises:
             CheckpointError: the checkpoint is of another model or other optimizers.
         """
-        names = Names(self._source, self._named)
-        for name, model in self._named.models.items():
+        names = Names(self._source, self._named, self._division)
+        for model in self._named.models:
             for unit in model.engine.units:
                 for piece in unit.layout.pieces(unit.slice.rank):
                     self._add(names, range_to_load(model, unit, piece))
             for key, tensor in alike_in(model).items():
-                self._add(names, whole_tensor(key, self._memory_for(tensor)))
+                place = model.places.get(id(tensor))
+                self._add(names, whole_tensor(key, self._memory_for(local_of(tensor)), place))
             for key, module in extra_states_of(model):
-                self._plan_extra_state(names.of_extra_state(name, model, key), module, names)
-        for optimizer in self._named.optimizers.values():
+                self._plan_extra_state(names.of_extra_state(model, key), module, names)
+        for optimizer in self._named.optimizers:
             states = OptimizerStates(self._named, optimizer, names)
             self._optimizers.append(states)
             self.ranges += states.ranges
@@ -228,14 +237,13 @@ class _Targets:
 
     def _plan_counters(self, names: Names, manifest: Manifest) -> None:
         """Counters, and random states: of this rank, or the first one's where there was none."""
-        for name, model in self._named.models.items():
-            counters = manifest.models.get(names.saved_name_of(name), {})
+        for model in self._named.models:
+            counters = manifest.models.get(names.saved_name_of(model.name), {})
             self._counters.append((model.module, counters))
-        for optimizer in self._named.optimizers.values():
+        for optimizer in self._named.optimizers:
             saved = names.manifest_of(optimizer)
             self._num_steps.append((optimizer.binding, saved.get("num_steps", manifest.step)))
-        rank = self._named.group.rank
-        self._rng_key = f"onecopy.rng.{rank if rank < manifest.world_size else 0}"
+        self._rng_key = f"onecopy.rng.{self._former.rank}"
         self.keys.append(self._rng_key)
 
     def _plan_run(self, run: dict[str, Any]) -> None:
@@ -243,11 +251,11 @@ class _Targets:
         if run.get("loss_scale") is not None:
             scale = {"value": run["loss_scale"], "good_steps": 0}
             self._counters += [
-                (model.module, {"loss_scale": scale}) for model in self._named.models.values()
+                (model.module, {"loss_scale": scale}) for model in self._named.models
             ]
         if "global_steps" in run:
             self._num_steps += [
-                (one.binding, run["global_steps"]) for one in self._named.optimizers.values()
+                (one.binding, run["global_steps"]) for one in self._named.optimizers
             ]
 
     def read(self, keys: list[str], ranges: list[Range]) -> None:
@@ -257,7 +265,7 @@ class _Targets:
             CheckpointError: on all ranks where it fails on one.
         """
         planner = LoadRanges(ranges, keys, str(self._source.path))
-        for model in self._named.models.values():
+        for model in self._named.models:
             for unit in model.engine.units if ranges else ():
                 unit.drop_secondary()
                 if unit.slice.disk is None:
@@ -287,7 +295,7 @@ class _Targets:
     @torch.no_grad()
     def refresh(self) -> None:
         """Let models compute with what is in their masters now."""
-        for model in self._named.models.values():
+        for model in self._named.models:
             for unit in model.engine.units:
                 unit.note_update()
             model.engine.refresh(model.engine.units)
@@ -316,10 +324,8 @@ class _Targets:
         self._restore_random_states()
 
     def _restore_random_states(self) -> None:
-        manifest, rank = self._source.manifest, self._named.group.rank
-        if manifest is not None and self._rng_key is not None:
-            number = rank if rank >= manifest.world_size else 0
-            restore_random_states(self._objects[self._rng_key], number)
+        if self._rng_key is not None:
+            restore_random_states(self._objects[self._rng_key], self._former.number)
 
     def loaded(self) -> Loaded:
         """What the caller is told."""
@@ -334,7 +340,7 @@ class _Targets:
                 path=path,
             )
         extras = [self._objects[key] for key in self._extra_keys]
-        rank = self._named.group.rank
+        rank = self._former.rank
         return Loaded(
             step=manifest.step,
             extra=extras[rank] if rank < len(extras) else extras[0],
@@ -342,6 +348,31 @@ class _Targets:
             world_size=manifest.world_size,
             path=path,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """Whose random states and `extra` a rank goes on with.
+
+    rank: that saved them. number: 0, or what makes random states of its own of them.
+    """
+
+    rank: int
+    number: int
+
+
+def former_rank(manifest: Manifest, division: Division, rank: int) -> Former:
+    """The same rank, where the model is spread over ranks as it was.
+
+    Else the first of those that had the same part of the data: tensor parallel ranks must draw the
+    same numbers, if they began so.
+    """
+    saved = [tuple(one) for one in manifest.ranks] or [(n,) for n in range(manifest.world_size)]
+    if division.ranks and list(division.ranks) == saved:
+        return Former(rank, 0)
+    data_rank = division.ranks[rank][0] if division.ranks else rank
+    same = [number for number, place in enumerate(saved) if place[0] == data_rank]
+    return Former(same[0], 0) if same else Former(0, data_rank)
 
 
 def _nested(values: Mapping[KeyPath, Any]) -> Any:

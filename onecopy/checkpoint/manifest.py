@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onecopy.checkpoint.disk import read_file
 from onecopy.errors import CheckpointError
 
-__all__ = ["MANIFEST", "FileItems", "Manifest", "checksum", "read_manifest"]
+__all__ = ["MANIFEST", "FileItems", "Manifest", "checksum", "merged", "read_manifest"]
 
 MANIFEST = "onecopy.json"
+T = TypeVar("T")
+
 FORMAT = 1
 CHECKSUM = "crc32"
 _SEPARATOR = f',\n"{CHECKSUM}":'
@@ -51,6 +54,8 @@ class Manifest:
     aliases: tied names: each further name of a parameter, and the first.
     configs: by the model's name the JSON text of its Hugging Face configuration, if it has one.
     extras: keys of the items that hold `extra`, one for all ranks or one for each.
+    ranks: where a model was spread over more than the data group, the place of each rank in that
+        one and in the model groups.
     """
 
     step: int
@@ -63,6 +68,7 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
     configs: dict[str, dict[str, str]] = field(default_factory=dict)
     extras: list[str] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)
     files: dict[str, FileItems] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -117,7 +123,7 @@ class Manifest:
             int: [self.step, self.world_size, self.format],
             str: [self.version, self.torch_version, *self.extras, *self.aliases.values()],
             dict: [*self.models.values(), *self.optimizers.values(), *self.configs.values()],
-            list: [self.extras],
+            list: [self.extras, self.ranks, *self.ranks],
         }
         for kind, values in kinds.items():
             for value in values:
@@ -126,6 +132,36 @@ class Manifest:
         for name in (*self.files, *(file for texts in self.configs.values() for file in texts)):
             if Path(name).name != name or name == "..":
                 raise ValueError(f"{name!r} is no name of a file")
+
+
+def merged(manifests: Sequence[Manifest]) -> Manifest:
+    """One of what the first ranks of all data groups say, each of its own part of the models."""
+    first = manifests[0]
+    models: dict[str, dict[str, Any]] = {}
+    for name, theirs in ((n, one) for each in manifests for n, one in each.models.items()):
+        found = models.setdefault(name, theirs)
+        if found is not theirs:
+            models[name] = {**theirs, **found, **_added(found, theirs)}
+    return replace(
+        first,
+        models=models,
+        optimizers=_first_of_each([one.optimizers for one in manifests]),
+        aliases=_first_of_each([one.aliases for one in manifests]),
+        configs=_first_of_each([one.configs for one in manifests]),
+    )
+
+
+def _added(found: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of parameters, and lists, of two parts of a model."""
+    values: dict[str, Any] = {"num_parameters": found["num_parameters"] + theirs["num_parameters"]}
+    for key, value in found.items():
+        if isinstance(value, list):
+            values[key] = list(dict.fromkeys([*value, *theirs[key]]))
+    return values
+
+
+def _first_of_each(dicts: Sequence[dict[str, T]]) -> dict[str, T]:
+    return {key: value for one in reversed(dicts) for key, value in one.items()}
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from onecopy.checkpoint.source import Source
-from onecopy.checkpoint.states import (
+from onecopy.checkpoint.division import Division
+from onecopy.checkpoint.naming import (
     GROUPS,
     STATE,
     Named,
@@ -23,6 +23,7 @@ from onecopy.checkpoint.states import (
     extra_states_of,
     key_of,
 )
+from onecopy.checkpoint.source import Source
 from onecopy.errors import CheckpointError
 
 __all__ = ["Names"]
@@ -41,12 +42,18 @@ EXTRA = "_extra_state"
 class Names:
     """The names of one checkpoint, looked up for models and optimizers that are to be loaded.
 
+    Args:
+        division: what other ranks have of the models.
+
     Raises:
         CheckpointError: names of a model are missing, or the checkpoint has others.
     """
 
-    def __init__(self, source: Source, named: Named) -> None:
+    def __init__(self, source: Source, named: Named, division: Division) -> None:
         self.where = source.path
+        self._division = division
+        self._aliases = source.aliases
+        self.is_divided = bool(division.ranks or (source.manifest and source.manifest.ranks))
         self._keys = source.metadata.state_dict_metadata
         self._paths = source.metadata.planner_data
         self._manifest = source.manifest
@@ -56,10 +63,10 @@ class Names:
             whole, is_part, _ = key.rpartition(f"{EXTRA}.")
             if is_part:
                 self._parts.setdefault(whole + EXTRA, []).append(key)
-        self._prefixes = {name: self._prefix_of(one) for name, one in named.models.items()}
+        self._prefixes = {name: self._prefix_of(parts) for name, parts in named.parts.items()}
         self._of_tensor = {
-            names[0]: next(key for key in self._under(name, model, names) if key in self._keys)
-            for name, model in named.models.items()
+            names[0]: next(key for key in self._under(model, names) if key in self._keys)
+            for model in named.models
             for names in model.names.values()
         }
         # What is saved for parameters, by what stands before "state."; keys are split once.
@@ -79,15 +86,15 @@ class Names:
         """The key of a model's tensor, given its first name, with the model's own prefix."""
         return self._of_tensor[name]
 
-    def of_extra_state(self, name: str, model: NamedModel, extra: str) -> dict[Path, str]:
+    def of_extra_state(self, model: NamedModel, extra: str) -> dict[Path, str]:
         """The keys of what a module adds, by their place in it: `()` where it is one item."""
-        (key,) = self._under(name, model, [extra])
+        (key,) = self._under(model, [extra])
         if key in self._keys:
             return {(): key}
         return {self._place_in(key, part): part for part in self._parts.get(key, ())}
 
-    def _under(self, name: str, model: NamedModel, names: Iterable[str]) -> list[str]:
-        return [self._prefixes[name] + one for one in _without(model, names)]
+    def _under(self, model: NamedModel, names: Iterable[str]) -> list[str]:
+        return [self._prefixes[model.name] + one for one in _without(model, names)]
 
     def _place_in(self, whole: str, key: str) -> Path:
         """Keys that lead to an item within something that has this key."""
@@ -97,10 +104,11 @@ class Names:
                 return tuple(path[length:])
         return tuple(key.removeprefix(f"{whole}.").split("."))
 
-    def _prefix_of(self, model: NamedModel) -> str:
+    def _prefix_of(self, parts: Sequence[NamedModel]) -> str:
         """What the checkpoint puts before the names of this model."""
-        wanted = [_without(model, names) for names in model.names.values()]
-        wanted += [[name] for name in _extra_state_names(model)]
+        model = parts[0]
+        wanted = [_without(one, names) for one in parts for names in one.names.values()]
+        wanted += [[name] for one in parts for name in _extra_state_names(one)]
         prefixes = self._prefixes_like(wanted[0], model.prefix)
         complete = [prefix for prefix in prefixes if not self._missing(prefix, wanted)]
         if not complete:
@@ -113,7 +121,7 @@ class Names:
                 f'load(root, {{"{complete[0].rstrip(".")}": model}}, ...)'
             )
         found = model.prefix if model.prefix in complete else complete[0]
-        self._refuse_unexpected(model, found)
+        self._refuse_unexpected(parts, found)
         return found
 
     def _prefixes_like(self, names: Iterable[str], own: str) -> list[str]:
@@ -141,14 +149,21 @@ class Names:
             f"saved from another model. {FOR_A_PART}"
         )
 
-    def _refuse_unexpected(self, model: NamedModel, prefix: str) -> None:
+    def _refuse_unexpected(self, parts: Sequence[NamedModel], prefix: str) -> None:
         """What the model does not have.
 
         Where another program has put nothing before the names, other things may lie beside the
         model: then only what would belong into one of its modules.
         """
-        known = {prefix + one for names in model.names.values() for one in _without(model, names)}
-        known |= {prefix + name for name in _extra_state_names(model)}
+        model = parts[0]
+        known = {
+            prefix + name
+            for one in parts
+            for names in one.names.values()
+            for name in _without(one, names)
+        }
+        known |= {prefix + name for one in parts for name in _extra_state_names(one)}
+        known |= {prefix + name for name in self._division.names_elsewhere(model.name)}
         tops = {name.partition(".")[0] for name in known}
         is_apart = self._manifest is not None or bool(prefix)
         unexpected = [
@@ -177,15 +192,23 @@ class Names:
         prefix = self.prefix_of(optimizer)
         left = dict(self._split(prefix))
         # A plain optimizer.state_dict() has numbers in the place of names.
+        elsewhere = self.of_optimizer_elsewhere(named, optimizer)
         is_numbered = all(name.isdecimal() for name in left)
-        by_name = {}
+        if left and is_numbered and elsewhere:
+            raise CheckpointError(
+                f"{self.where} has numbers in the place of names under {prefix}{STATE}, which say "
+                "nothing of a model whose parameters are on several ranks. Save with "
+                "get_optimizer_state_dict, or load the model alone: load(root, model)"
+            )
+        by_name, found_names = {}, set(elsewhere)
         parameters = [one for group in optimizer.binding.parameters for one in group]
         for number, parameter in enumerate(named.distinct(parameters)):
             names = self.stored_names(named, parameter)
-            for name in (*names, str(number)) if is_numbered else names:
-                if name in left:
-                    by_name[named.name_of(parameter)] = left.pop(name)
-                    break
+            names = [one for one in (*names, str(number) * is_numbered) if one in left]
+            if names:
+                by_name[named.name_of(parameter)] = left[names[0]]
+                found_names.update(names)
+        left = {name: states for name, states in left.items() if name not in found_names}
         if left:
             raise CheckpointError(
                 f"{self.where} has states under {prefix}{STATE} of {_listed(left)}, which are no "
@@ -198,11 +221,28 @@ class Names:
 
     def stored_names(self, named: Named, parameter: object) -> list[str]:
         """What an optimizer's part of the checkpoint may call a parameter."""
-        for name, model in named.models.items():
+        for model in named.models:
             names = model.names.get(id(parameter))
             if names:
-                return [*self._under(name, model, names), *_without(model, names)]
+                under = self._under(model, names)
+                # A part of the model may have only a further name of what is tied in the whole.
+                first = [self._aliases[one] for one in under if one in self._aliases]
+                return list(dict.fromkeys([*under, *_without(model, names), *first]))
         raise CheckpointError("an optimizer has parameters of a model that was not passed")
+
+    def of_optimizer_elsewhere(self, named: Named, optimizer: NamedOptimizer) -> frozenset[str]:
+        """Names of parameters that another rank's optimizer has, or another part of this one."""
+        found = {
+            one
+            for name, prefix in self._prefixes.items()
+            for plain in self._division.names_elsewhere(name)
+            for one in (prefix + plain, plain)
+        }
+        for other in named.optimizers:
+            if other is not optimizer and other.path == optimizer.path:
+                for parameter in (one for group in other.binding.parameters for one in group):
+                    found.update(self.stored_names(named, parameter))
+        return frozenset(found)
 
     def values_of(self, named: Named, parameter: torch.Tensor) -> TensorStorageMetadata:
         """What the metadata says of a parameter's own values."""

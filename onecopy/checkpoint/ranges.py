@@ -19,6 +19,7 @@ from onecopy.checkpoint.boxes import Box, boxes_of_range, whole_box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from onecopy.checkpoint.places import Place
     from onecopy.core.swapped import DiskLane
 
 __all__ = ["Part", "Range", "Values", "memory_order", "whole_tensor"]
@@ -63,7 +64,7 @@ class Range:
 
     def boxes(self) -> Iterator[tuple[Box, Part]]:
         """The boxes of this range in the tensor's coordinates, and the values of each."""
-        if not self.numel and not self.offset:
+        if not self.numel and not self.offset and self.within is None:
             sizes = tuple(self.shape[dim] for dim in self.order)
             yield whole_box(self.shape), Part(self, whole_box(sizes))
             return
@@ -135,19 +136,21 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def whole_tensor(key: str, tensor: torch.Tensor) -> Range:
-    """All of a tensor, which one rank saves or each loads."""
+def whole_tensor(key: str, tensor: torch.Tensor, place: Place | None = None) -> Range:
+    """All of a tensor, which one rank saves or each loads; at a place of a larger one."""
     order = memory_order(tensor)
     in_memory = tensor.permute(order)
     if not in_memory.is_contiguous():
         order, in_memory = tuple(range(tensor.dim())), tensor.contiguous()
     flat = in_memory.detach().view(-1)
+    shape = tuple(tensor.shape)
     return Range(
         key,
-        tuple(tensor.shape),
+        shape if place is None else place.shape,
         tensor.dtype,
         0,
         tensor.numel(),
         lambda start, stop: flat[start:stop],
         order,
+        None if place is None else Box(place.offsets, shape, 0),
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from onecopy.checkpoint.param_groups import NAMES, are_equal
 from onecopy.checkpoint.ranges import Range, whole_tensor
 from onecopy.checkpoint.states import is_cut_state
 from onecopy.core.optimizer_state import COUNTERS, TAG, tag_of
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from onecopy.checkpoint.matching import Names
+    from onecopy.checkpoint.naming import Named, NamedOptimizer
     from onecopy.checkpoint.ranges import Put, Values
-    from onecopy.checkpoint.states import Named, NamedOptimizer
     from onecopy.core.swapped import Swapped
     from onecopy.core.unit import Unit
 
@@ -47,8 +48,11 @@ class OptimizerStates:
         self._binding = optimizer.binding
         self._named = named
         self._names_of: Callable[[object], list[str]] = partial(names.stored_names, named)
+        self._names_elsewhere = names.of_optimizer_elsewhere(named, optimizer)
         self._where = str(names.where)
         self._saved_kind = names.manifest_of(optimizer).get("kind")
+        # Ranks had, or have, other parameters.
+        self._is_divided = names.is_divided
         self._settings = names.settings_of(names.prefix_of(optimizer))
         self.ranges: list[Range] = []
         self.keys: list[str] = []
@@ -180,7 +184,7 @@ class OptimizerStates:
             settings = {
                 name: _placed_as(own.get(name), value)
                 for name, value in saved.items()
-                if name not in ("params", "param_names")
+                if name not in NAMES
             }
             groups.append({**own, **settings, "params": list(range(number, number + count))})
             number += count
@@ -218,13 +222,15 @@ class OptimizerStates:
         places: dict[Any, int] = {
             one: place for place, names in enumerate(accepted) for one in names
         }
-        places |= {first + place: place for place in range(len(parameters))}
+        if not self._names_elsewhere:
+            places |= {first + place: place for place in range(len(parameters))}
         same_number = self._saved_groups.get(str(number), {})
         for settings in (same_number, *self._saved_groups.values()):
-            saved = settings.get("params")
-            if isinstance(saved, list) and len(saved) == len(parameters):
-                if {places.get(one) for one in saved} == set(range(len(parameters))):
-                    return settings
+            if self._has_just(settings, places, len(parameters)):
+                return settings
+        parts = self._parts_with(places, len(parameters))
+        if parts:
+            return parts[0]
         for name, settings in self._saved_groups.items():
             # Where settings were saved for each parameter.
             if name in places and "params" not in settings:
@@ -237,6 +243,28 @@ class OptimizerStates:
             "Make the optimizer with the groups that it had, or load the model alone: "
             "load(root, model)"
         )
+
+    def _has_just(self, settings: dict[str, Any], places: Mapping[Any, int], count: int) -> bool:
+        """Whether a saved group has these parameters, and no others but those of other ranks."""
+        saved = settings.get("params")
+        if not isinstance(saved, list):
+            return False
+        own = [one for one in saved if one in places or one not in self._names_elsewhere]
+        return {places.get(one) for one in own} == set(range(count))
+
+    def _parts_with(self, places: Mapping[Any, int], count: int) -> list[dict[str, Any]]:
+        """Saved groups that make up this one, with the same settings.
+
+        Pipeline stages that number their groups otherwise have saved some of the whole model's.
+        """
+        if not self._is_divided:
+            return []
+        groups = [one for one in self._saved_groups.values() if isinstance(one.get("params"), list)]
+        parts = [one for one in groups if any(name in places for name in one["params"])]
+        found = {places.get(name) for one in parts for name in one["params"]}
+        rests = [{k: v for k, v in one.items() if k not in NAMES} for one in parts]
+        is_whole = found - {None} == set(range(count))
+        return parts if is_whole and all(are_equal(rests[0], one) for one in rests) else []
 
 
 def _between(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:

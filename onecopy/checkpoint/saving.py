@@ -18,25 +18,28 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import onecopy
 from onecopy.checkpoint.counters import counters_of
+from onecopy.checkpoint.division import Division, divide, refuse_strangers
 from onecopy.checkpoint.files import Writer, file_of
 from onecopy.checkpoint.folder import discard, prepare_new, publish, remove_old
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
-from onecopy.checkpoint.manifest import Manifest
-from onecopy.checkpoint.plan import SaveRanges
-from onecopy.checkpoint.random_states import random_states
-from onecopy.checkpoint.states import (
+from onecopy.checkpoint.manifest import Manifest, merged
+from onecopy.checkpoint.naming import (
+    GROUPS,
     Models,
     Named,
     NamedModel,
     Optimizers,
-    States,
     name_all,
     settle,
-    states_of,
 )
+from onecopy.checkpoint.param_groups import SavedGroups, groups_of, joined
+from onecopy.checkpoint.plan import SaveRanges
+from onecopy.checkpoint.random_states import random_states
+from onecopy.checkpoint.states import States, states_of
 from onecopy.checkpoint.together import finish_together, together
 from onecopy.checkpoint.unpickle import load_object
 from onecopy.comm.groups import Group
+from onecopy.core.dtensors import local_of
 from onecopy.errors import CheckpointError, ConfigError
 
 __all__ = ["Job", "Options", "prepare", "save"]
@@ -160,7 +163,7 @@ def save(  # noqa: PLR0913
     named, job = prepare(root, model, optimizer, Options(step, extra, keep, keep_every))
     begin = time.perf_counter()
     folder = job.write(named.group)
-    for one in named.models.values():
+    for one in named.models:
         one.engine.events.emit(
             "save", num_bytes=job.states.num_bytes, seconds=time.perf_counter() - begin
         )
@@ -186,10 +189,12 @@ def prepare(
     if step is not None:
         step = int(step)
     else:
-        steps = [one.binding.num_steps for one in named.optimizers.values()]
+        steps = [one.binding.num_steps for one in named.optimizers]
         step = steps[0] if steps else 0
-    group, packed = named.group, _Packed()
-    everyone = together(group, lambda: (step, str(root), packed.collect(named, options.extra)))
+    division = divide(named)
+    refuse_strangers(named, division)
+    group, packed = named.group, _Packed(named, division)
+    everyone = together(group, lambda: (step, str(root), packed.collect(options.extra)))
     for rank, theirs in enumerate(everyone):
         if theirs[:2] != everyone[0][:2]:
             raise CheckpointError(
@@ -197,13 +202,20 @@ def prepare(
                 f"{everyone[0][0]} to {everyone[0][1]}, rank {group.ranks[rank]} step {theirs[0]} "
                 f"to {theirs[1]}. Pass the same root and step on all ranks"
             )
+    told = [one[2] for one in everyone]
+    if group.rank == 0:
+        packed.add_groups(joined(one.groups for one in told))
     states, objects = packed.states, packed.objects
-    is_alike = len({one[2] for one in everyone}) == 1
+    is_alike = len({one.extra for one in told}) == 1
     extras = [f"onecopy.extra.{rank}" for rank in range(1 if is_alike else group.size)]
     if group.rank < len(extras):
         objects[extras[group.rank]] = packed.extra
     states.paths |= {key: (key,) for key in objects if key not in states.paths}
-    manifest = _manifest(named, step, extras, states.aliases)
+    manifest = replace(
+        merged([one.manifest for one in told if one.manifest is not None]),
+        step=step,
+        extras=extras,
+    )
     # Whatever becomes of the working directory until it is written.
     absolute = Path(root).expanduser().absolute()
     return named, Job(absolute, step, states, objects, manifest, options)
@@ -213,7 +225,7 @@ def _warn_of_gradients(named: Named, verb: str) -> None:
     """Where a step is half made, a run that goes on from there makes it with less."""
     local = [
         gradients.unit.names[0]
-        for one in named.models.values()
+        for one in named.models
         for gradients in one.engine.gradients
         if gradients.has_local
     ]
@@ -226,6 +238,19 @@ def _warn_of_gradients(named: Named, verb: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of what it saves.
+
+    extra: a digest of `extra`, by which ranks see whether theirs are alike.
+    groups, manifest: told by the first rank of each data group.
+    """
+
+    extra: bytes
+    groups: SavedGroups
+    manifest: Manifest | None
+
+
 class _Packed:
     """What this rank saves; collecting it can fail on one rank alone."""
 
@@ -233,14 +258,34 @@ class _Packed:
     objects: dict[str, bytes]
     extra: bytes
 
-    def collect(self, named: Named, extra: Any) -> bytes:
-        """Collect it; a digest of `extra`, by which ranks see whether theirs are alike."""
-        self.states = states_of(named)
+    def __init__(self, named: Named, division: Division) -> None:
+        self._named = named
+        self._division = division
+
+    def collect(self, extra: Any) -> _Told:
+        """Collect it."""
+        named = self._named
+        self.states = states_of(named, self._division)
         self.extra = _packed("extra", extra)
         self.objects = {key: _packed(key, value) for key, value in self.states.objects.items()}
         rng_key = f"onecopy.rng.{named.group.rank}"
         self.objects[rng_key] = _packed("random states", random_states())
-        return hashlib.sha256(self.extra).digest()
+        digest = hashlib.sha256(self.extra).digest()
+        if named.groups.world.rank:
+            return _Told(digest, {}, None)
+        groups = groups_of(named)
+        _packed("param_groups", groups)
+        return _Told(digest, groups, _manifest(named, self._division, self.states.aliases))
+
+    def add_groups(self, groups: SavedGroups) -> None:
+        """The settings of the groups of all ranks, which the first one saves."""
+        settings = States()
+        for path, of_optimizer in groups.items():
+            for number, group in enumerate(of_optimizer):
+                for key, value in group.items():
+                    settings.add((*path, GROUPS, number, str(key)), value)
+        self.objects |= {key: _packed(key, value) for key, value in settings.objects.items()}
+        self.states.merge(settings)
 
 
 def _packed(what: str, value: Any) -> bytes:
@@ -279,46 +324,53 @@ def _place_of_trouble(what: str, value: Any) -> str:
     return f"{what} ({type(value).__name__})"
 
 
-def _manifest(named: Named, step: int, extras: list[str], aliases: dict[str, str]) -> Manifest:
+def _manifest(named: Named, division: Division, aliases: dict[str, str]) -> Manifest:
+    """What this rank can say; of the whole model, where all ranks have the same."""
     return Manifest(
-        step=step,
+        step=0,
         time=time.time(),
         version=onecopy.__version__,
         torch_version=torch.__version__,
         world_size=named.group.size,
         models={
             name: {
-                "kind": type(one.module).__name__,
-                "stage": one.engine.config.chosen_stage,
-                "num_parameters": sum(
-                    parameter.numel() for unit in one.engine.units for parameter in unit.parameters
-                ),
-                "dtypes": sorted(
-                    {
-                        f"{unit.dtypes.compute} computed, {unit.dtypes.master} kept".replace(
-                            "torch.", ""
-                        )
-                        for unit in one.engine.units
-                    }
-                ),
-                NOT_EXPORTED: _not_exported(one),
-                **counters_of(one.module),
+                "kind": type(parts[0].module).__name__,
+                "stage": parts[0].engine.config.chosen_stage,
+                "num_parameters": sum(_num_saved(one, division) for one in parts),
+                "dtypes": sorted({text for one in parts for text in _dtypes(one)}),
+                NOT_EXPORTED: [text for one in parts for text in _not_exported(one)],
+                **counters_of(parts[0].module),
             }
-            for name, one in named.models.items()
+            for name, parts in named.parts.items()
         },
         optimizers={
-            name: {
+            one.name: {
                 "kind": type(one.binding.optimizer).__name__,
                 "num_steps": one.binding.num_steps,
             }
-            for name, one in named.optimizers.items()
+            for one in named.optimizers
         },
         aliases=aliases,
-        configs={
-            name: found for name, one in named.models.items() if (found := configs_of(one.module))
-        },
-        extras=extras,
+        configs={one.name: found for one in named.models if (found := configs_of(one.module))},
+        ranks=[list(place) for place in division.ranks],
     )
+
+
+def _num_saved(model: NamedModel, division: Division) -> int:
+    """Elements of the parameters that this data group saves."""
+    return sum(
+        local_of(parameter).numel()
+        for unit in model.engine.units
+        for parameter in unit.parameters
+        if model.name_of(parameter) not in division.left
+    )
+
+
+def _dtypes(model: NamedModel) -> list[str]:
+    return [
+        f"{unit.dtypes.compute} computed, {unit.dtypes.master} kept".replace("torch.", "")
+        for unit in model.engine.units
+    ]
 
 
 def _not_exported(model: NamedModel) -> list[str]:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from onecopy import handle
 from onecopy.checkpoint.contents import contents_of
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
+from onecopy.checkpoint.naming import extra_states_in, plain_name
 from onecopy.checkpoint.ranges import whole_tensor
 from onecopy.checkpoint.source import Source, open_source
-from onecopy.checkpoint.states import extra_states_in, plain_name
 from onecopy.core.build import has_values
 from onecopy.core.tiled_linear import TilePlace, persistent_tensors, tiles_in
 from onecopy.errors import CheckpointError, ConfigError, ShardingError

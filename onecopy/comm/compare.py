@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from onecopy.comm.groups import Group
+from onecopy.comm.groups import Group, Groups
 from onecopy.comm.waits import Wait
 from onecopy.errors import MismatchError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from onecopy.config import Config
 
-__all__ = ["check_equal", "first_decides", "gather_objects", "number_of_model"]
+__all__ = ["check_equal", "first_decides", "gather_objects", "number_of_model", "ranks_of_model"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,6 +50,17 @@ def first_decides(group: Group, value: T, decide: Callable[[list[T]], R]) -> R:
     with Wait("agree", group.ranks):
         dist.broadcast_object_list(answer, group=group.process_group, group_src=0)
     return answer[0]  # type: ignore[return-value]
+
+
+def ranks_of_model(groups: Groups) -> Group:
+    """All ranks that have a part of a model, without a process group; a collective of them."""
+    if not groups.model:
+        return groups.world
+    ranks = list(groups.world.ranks)
+    me = ranks[groups.world.rank]
+    for group in groups.model:
+        ranks = sorted({rank for line in gather_objects(group, ranks) for rank in line})
+    return Group(None, tuple(ranks), ranks.index(me))
 
 
 def number_of_model(world: Group) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onecopy.parallel.gathered import keep_gathered as keep_gathered
     from onecopy.parallel.huggingface import sequence_parallel as sequence_parallel
+    from onecopy.parallel.parts import Parts as Parts
     from onecopy.parallel.pipeline import micro_batches as micro_batches
     from onecopy.parallel.sequence import attention as attention
     from onecopy.parallel.sequence import position_ids as position_ids
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from onecopy.parallel.tiled import tiled_cross_entropy as tiled_cross_entropy
 
 _WHERE = {
+    "Parts": "onecopy.parallel.parts",
     "attention": "onecopy.parallel.sequence",
     "keep_gathered": "onecopy.parallel.gathered",
     "micro_batches": "onecopy.parallel.pipeline",
@@ -30,6 +32,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Parts",
     "attention",
     "keep_gathered",
     "micro_batches",
