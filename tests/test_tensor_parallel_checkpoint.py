@@ -22,13 +22,19 @@ from tests.tensor_parallel import backward, batch, build, parallelize
 
 # Batches of one step, whatever the number of data ranks.
 BATCHES = 4
+# Cut into unequal parts by two ranks.
+VOCABULARY = 13
 Shape = tuple[int, int]
 
 
-def sharded(shape: Shape, style: str, stage: int, seed: int) -> tuple[nn.Module, Any, int]:
+def sharded(shape: Shape, style: str, stage: int, *, is_other: bool) -> tuple[nn.Module, Any, int]:
     """The model on a mesh of (data, tensor) ranks, its optimizer, this rank's place in the data."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    model = build(seed)
+    model = build(VOCABULARY)
+    if is_other:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
     if shape[1] > 1:
         parallelize(model, mesh["tp"], style)
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -74,7 +80,7 @@ class Plan:
 def run(plan: Plan) -> dict[str, Tensor]:
     """The whole model's values in the end."""
     shape, style = plan.shape, plan.style
-    model, optimizer, place = sharded(shape, style, plan.stage, seed=1 if plan.start else 0)
+    model, optimizer, place = sharded(shape, style, plan.stage, is_other=plan.start is not None)
     if plan.start is not None:
         loaded = onecopy.load(plan.start, model, optimizer)
         saved = {one["data"] for one in loaded.extras}
