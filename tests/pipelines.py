@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -28,8 +29,9 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zero_bubble_v": ScheduleZBVZeroBubble,
+    "dualpipe": ScheduleDualPipeV,
 }
-V_SHAPED = ("zero_bubble_v",)
+V_SHAPED = ("zero_bubble_v", "dualpipe")
 
 
 class Part(nn.Module):
@@ -81,11 +83,12 @@ class Pipe:
 
     def step(self, number: int, micro: int) -> list[float]:
         """Run the schedule; the losses of the micro-batches, where the last stage is here."""
-        mine, tokens = self.mesh.get_local_rank("pp"), batch(number, self.data_rank, micro)
-        is_last = mine == self.mesh.size(0) - 1
+        tokens = batch(number, self.data_rank, micro)
+        is_first = any(stage.is_first for stage in self.stages)
+        is_last = any(stage.is_last for stage in self.stages)
         losses: list[Tensor] = []
         self.schedule.step(
-            *((tokens,) if mine == 0 else ()),
+            *((tokens,) if is_first else ()),
             target=tokens if is_last else None,
             losses=losses if is_last else None,
             return_outputs=False,

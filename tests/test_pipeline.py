@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 import onecopy
 import onecopy.events
 import onecopy.handle
+from onecopy.errors import MismatchError, ShardingError
 from onecopy.events import Event
 from onecopy.parallel import micro_batches
 from tests import pipelines
 from tests.pool import Pool
+from tests.rank import RankError
 from tests.runs import full_values
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -254,3 +257,78 @@ def test_traffic(pool: Pool, stage: int, choices: tuple[str, str]) -> None:
         assert sent["reduce"] == reduces * gradient * 4 // 2
         assert sent["gather" if stage == 3 else "refresh"] == gathers * flat * 4 // 2
         assert sent["refresh" if stage == 3 else "gather"] == 0
+
+
+@pytest.mark.sampled(
+    "plan",
+    [
+        Plan(schedule=name, dp=dp, micro=4, stage=stage, optimizer="sgd", choices=(gather, "once"))
+        for name, dp, stage, gather in itertools.product(
+            ("zero_bubble", "zero_bubble_v"), (1, 2), (1, 3), ("once", "each")
+        )
+    ],
+    2,
+    always=[
+        Plan(schedule="zero_bubble", dp=2, optimizer="sgd"),
+        Plan(schedule="zero_bubble_v", dp=1, optimizer="sgd", stage=1),
+    ],
+)
+def test_backwards_in_two_parts(pool: Pool, plan: Plan) -> None:
+    """Schedules without bubbles add weight gradients by hand, which no hook sees."""
+    runs = pool.run(PP * plan.dp, train, plan)
+    compare(plan, runs, one_process(plan), rtol=1e-5, atol=1e-6)
+
+
+def go_wrong(schedule: str, choices: Choices, num: int) -> None:
+    plan = Plan(schedule=schedule, dp=1)
+    mesh, parts = pipelines.make(schedule, PP, 1)
+    optimizer = OPTIMIZERS["sgd"](nn.ModuleList(parts).parameters())
+    onecopy.shard(parts, optimizer, mesh=mesh, stage=3)
+    pipe = pipelines.connect(schedule, mesh, parts, plan.micro)
+    with around(pipe.stages, replace(plan, choices=choices, micro=num)):
+        pipe.step(0, plan.micro)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "choices", "num", "words"),
+    [
+        ("1f1b", ("once", "once"), 8, ("micro_batches(num=8)", "has run 4", "n_microbatches")),
+        ("gpipe", ("once", "never"), 4, ("reduce='never'", '"once" nor "each"')),
+        ("zero_bubble_v", None, 4, ("two parts", "micro_batches(stages, num)")),
+        ("dualpipe", ("once", "once"), 4, ("two parts (DualPipe)", "ScheduleZBVZeroBubble")),
+    ],
+)
+def test_what_is_refused(
+    pool: Pool, schedule: str, choices: Choices, num: int, words: tuple[str, ...]
+) -> None:
+    """On some rank, where torch may wrap the error; the others lose their neighbour."""
+    runs = pool.run(PP, go_wrong, schedule, choices, num, expect_failures=True)
+    said = [str(one) for one in runs if isinstance(one, RankError)]
+    assert any(all(word in one for word in words) for one in said), said
+
+
+def share_all() -> list[str]:
+    """Stages that are sharded over the ranks of all stages."""
+    mesh, (part,) = pipelines.make("gpipe", PP, 1)
+    said = []
+    try:
+        onecopy.shard(part, stage=1)
+    except MismatchError as error:
+        said.append(str(error))
+    alike = nn.Linear(2, 2)
+    onecopy.shard(alike, stage=1)
+    stage = PipelineStage(
+        alike, mesh.get_local_rank("pp"), PP, torch.device("cpu"), group=mesh.get_group("pp")
+    )
+    try:
+        with micro_batches(stage, 2):
+            pass
+    except ShardingError as error:
+        said.append(str(error))
+    return said
+
+
+def test_a_mesh_that_is_forgotten(pool: Pool) -> None:
+    for mismatch, sharded in pool.run(PP, share_all):
+        assert "pipeline" in mismatch and "mesh=" in mismatch
+        assert "hold other pipeline stages" in sharded and "mesh=mesh" in sharded

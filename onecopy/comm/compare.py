@@ -101,7 +101,8 @@ def check_equal(world: Group, model: nn.Module, config: Config, units: list[str]
                     f"ranks have different models or settings: rank {world.ranks[0]} has {what} "
                     f"{ours}, rank {world.ranks[rank]} has {other_what} {other}. Build the same "
                     "model with the same settings on every rank (values may differ: those of the "
-                    f"first rank, {world.ranks[0]}, are used)"
+                    f"first rank, {world.ranks[0]}, are used); where ranks hold other parts of a "
+                    "model (pipeline, tensor parallel), say who holds which with mesh="
                 )
         if len(theirs) != len(everyone[0]):
             longer = max(theirs, everyone[0], key=len)

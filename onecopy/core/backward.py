@@ -215,8 +215,11 @@ class Backward:
                 "Schedule1F1B or ScheduleInterleaved1F1B"
             )
 
-    def take_by_hand(self) -> None:
-        """Reduce the gradients of this rank's that such a schedule has put into `param.grad`."""
+    def take_by_hand(self) -> bool:
+        """Reduce the gradients of this rank's that such a schedule has put into `param.grad`.
+
+        Returns whether there were any.
+        """
         are_taken = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for gradients in self._engine.gradients:
@@ -229,6 +232,7 @@ class Backward:
                     gradients.keep_local()
         if are_taken:
             self.flush()
+        return are_taken
 
     def output_factor(self) -> float:
         """What a gradient is multiplied by that enters the model's outputs."""

@@ -72,13 +72,12 @@ def micro_batches(
             one.local_until = one.num_backwards + num - 1 if reduce == "once" else 0
         try:
             yield
-            for one in backwards:
-                one.take_by_hand()
+            taken = [one.take_by_hand() for one in backwards]
         finally:
             for one in backwards:
                 one.takes_by_hand, one.local_until = False, 0
-    for module, one, start in zip(modules, backwards, before, strict=True):
-        _check_count(module, one.num_backwards - start, num)
+    for module, one, start, by_hand in zip(modules, backwards, before, taken, strict=True):
+        _check_count(module, one.num_backwards - start, num, by_hand=by_hand)
 
 
 def _check(num: int, **choices: str) -> None:
@@ -109,8 +108,14 @@ def _module_of(stage: nn.Module | _PipelineStageBase) -> nn.Module:
     return stage.submod
 
 
-def _check_count(module: nn.Module, count: int, num: int) -> None:
-    """Gradients of another number of backwards would have another scale than those of this."""
+def _check_count(module: nn.Module, count: int, num: int, *, by_hand: bool) -> None:
+    """Were all gradients together when the schedule divided them by the number of micro-batches?"""
+    if by_hand and count:
+        raise ShardingError(
+            f"the schedule has made {count} backwards of this {type(module).__name__} at once and "
+            "others in two parts (DualPipe), and divides the gradients of the latter only by the "
+            "number of micro-batches. Use ScheduleZBVZeroBubble or ScheduleInterleaved1F1B"
+        )
     if count not in (0, num):
         raise ShardingError(
             f"micro_batches(num={num}), but {type(module).__name__} has run {count} backwards in "
