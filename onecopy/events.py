@@ -59,16 +59,16 @@ class Event(NamedTuple):
         checkpointed module is kept for backward), fetch (it begins to come back from where it was
         kept), collect (its parts travel, to be whole again), enter and leave (the computation of a
         unit begins and ends, in forward or backward; only while somebody looks closely, see
-        `Events.close_looks`), exchange (activations travelled between the ranks of one sequence,
-        see onecopy.parallel).
+        `Events.close_looks`), exchange (activations travelled between the ranks of one sequence, or
+        activations and weights between those of a grid).
     unit: name of the unit; empty where no single unit is meant. Of keep, fetch and collect the name
         of the module, which is that of its unit most often.
     phase: forward, backward, step or api: the moment of the training step.
     num_bytes: bytes that this rank sends, moves between device and host, copies to be saved, or
         reads from files or writes to them; of keep those that this rank holds; 0 for other local
         events.
-    group: shard or replica, the group the bytes travel in, or model, that of collect, or sequence,
-        that of an exchange; empty for local events.
+    group: shard or replica, the group the bytes travel in, or model, that of collect, or sequence
+        or grid, those of an exchange; empty for local events.
     seconds: how long it took, until now: wait, stage and save, which block this rank (a save in the
         background blocks nobody but takes as long), step and skip (without a closure), update. Of a
         swap with the disk how long that took; this rank went on meanwhile.
