@@ -317,15 +317,16 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
     launch = f"torchrun --nproc-per-node={cluster.devices_per_node} train.py"
     if nodes > 1:
         launch = launch.replace("torchrun", f"torchrun --nnodes={nodes}")
-    wrapping, more = _checkpointing(question, row, origin)
-    third = [line for line in (*origin.imports, *more) if line.startswith("from ")]
+    third = [line for line in origin.imports if line.startswith("from ")]
     own = [line for line in origin.imports if not line.startswith("from ")]
-    first = ["import os"] + (["from functools import partial"] if wrapping and more else [])
+    again = ["onecopy.checkpoint_activations(model)"] if row.way.recompute else []
+    if again and origin.is_hugging_face:
+        again.insert(0, "model.config.use_cache = False")
     optimizer = OPTIMIZERS[question.options.optimizer][1]
     return "\n".join(
         [
             f"# {launch}" + (" on each node" if nodes > 1 else ""),
-            *first,
+            "import os",
             "",
             "import torch",
             *third,
@@ -336,40 +337,13 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
             DEVICE,
             "with onecopy.init_sharded():",
             f"    model = {origin.build}",
-            *wrapping,
+            *again,
             f"optimizer = torch.optim.{optimizer}",
             *_where(config),
             *_call(config),
             "",
         ]
     )
-
-
-def _checkpointing(
-    question: Question, row: Row, origin: Origin
-) -> tuple[list[str], tuple[str, ...]]:
-    """Lines that switch activation checkpointing on, and what they import."""
-    if not row.way.recompute:
-        return [], ()
-    if origin.is_hugging_face:
-        call = "model.activation_checkpointing_enable()"
-        return [f"{call}  # older transformers: gradient_checkpointing_enable()"], ()
-    blocks = [
-        unit.name.rpartition(".")
-        for unit in question.shape.units
-        if unit.count > 1 and unit.name.rpartition(".")[2].isdigit()
-    ]
-    if not blocks:
-        return [
-            "# in your model: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
-        ], ()
-    lines = []
-    for container in dict.fromkeys(name for name, _, _ in blocks):
-        lines += [
-            f'for block in model.get_submodule("{container}"):',
-            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
-        ]
-    return lines, ("from torch.utils.checkpoint import checkpoint",)
 
 
 def _where(config: Config) -> list[str]:

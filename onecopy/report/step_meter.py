@@ -17,6 +17,9 @@ PARTS = {
     "read": "io",
     "checkpoint": "io",
     "swap": "io",
+    "keep": "io",
+    "fetch": "io",
+    "collect": "gather",
 }
 # An event is noted a little after what it tells of has ended.
 TOLERANCE = 2e-5

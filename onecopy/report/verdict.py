@@ -209,11 +209,14 @@ def _optimizer(run: Summary) -> Iterator[str]:
 
 def _files(run: Summary) -> Iterator[str]:
     share = run.shares.get("io", 0.0)
-    if share >= MUCH_IO:
-        yield (
-            f"Reading and saving take {percent(share)} of the time: onecopy.async_save writes "
-            "while training goes on."
-        )
+    if share < MUCH_IO:
+        return
+    events = (event for rank in run.run.ranks for event in rank.events)
+    if any(event.kind == "keep" and event.what == "nvme" for event in events):
+        remedy = 'activations are kept on disk, where host memory (place="host") is faster'
+    else:
+        remedy = "onecopy.async_save writes while training goes on"
+    yield f"Reading and saving take {percent(share)} of the time: {remedy}."
 
 
 def _traffic(run: Summary) -> Iterator[str]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from onecopy.comm.groups import ImaginedWorld
+from onecopy.core.activations import checkpoint_activations
 from onecopy.errors import ConfigError
 from onecopy.planner import sources
 from onecopy.planner.options import OPTIMIZERS
@@ -105,16 +105,13 @@ def _build(plan: Plan, model: Any, *, recompute: bool) -> nn.Module:
         rows = (plan.model.num_parameters - blocks) // stack.hidden
         sequence = plan.question.batch.sequence
         vocabulary = max(rows - sequence, LEAST_VOCABULARY)
-        return _GPT(stack, vocabulary, sequence, recompute=recompute)
-    built = sources.builder_of(model)()
+        built: nn.Module = _GPT(stack, vocabulary, sequence)
+    else:
+        built = sources.builder_of(model)()
     if recompute:
-        if not hasattr(built, "activation_checkpointing_enable"):
-            raise ConfigError(
-                f"how a {type(built).__name__} computes activations again is not known: let its "
-                "function build it so, and say --checkpoint-activations off"
-            )
-        enable: Any = built.activation_checkpointing_enable
-        enable()
+        if hasattr(built, "config") and hasattr(built.config, "use_cache"):
+            built.config.use_cache = False
+        checkpoint_activations(built)
     built.train()
     return built
 
@@ -162,7 +159,7 @@ class _Block(nn.Module):
 class _GPT(nn.Module):
     """What a size stands for."""
 
-    def __init__(self, stack: Stack, vocabulary: int, sequence: int, *, recompute: bool) -> None:
+    def __init__(self, stack: Stack, vocabulary: int, sequence: int) -> None:
         super().__init__()
         width = stack.hidden
         num_heads = next(n for n in range(max(1, width // 128), 0, -1) if width % n == 0)
@@ -170,12 +167,11 @@ class _GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
         self.blocks = nn.ModuleList(_Block(width, num_heads) for _ in range(stack.count))
         self.norm = nn.LayerNorm(width)
-        self._recompute = recompute
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss."""
         x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self._recompute else block(x)
+            x = block(x)
         logits = nn.functional.linear(self.norm(x), self.tokens.weight)
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
