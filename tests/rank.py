@@ -165,6 +165,11 @@ def _clean_up() -> None:
     if dist.is_initialized():
         with contextlib.suppress(Exception):  # its connections may be broken already
             dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # What DTensor remembers names meshes, and with them groups that are gone now.
+        _clear_sharding_prop_cache()
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -118,11 +118,15 @@ def groups_along(mesh: DeviceMesh, *, with_single: bool = False) -> tuple[Group,
     Args:
         with_single: also where it is alone.
     """
+    me = dist.get_rank()
     found = []
-    for process_group in mesh.get_all_groups():
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        if with_single or len(ranks) > 1:
-            found.append(Group(process_group, ranks, ranks.index(dist.get_rank())))
+    for dimension, size in enumerate(mesh.shape):
+        if size > 1:
+            process_group = mesh.get_group(dimension)
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            found.append(Group(process_group, ranks, ranks.index(me)))
+        elif with_single:
+            found.append(Group(None, (me,), 0))
     return tuple(found)
 
 

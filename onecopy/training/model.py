@@ -32,17 +32,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) -> (batch, time, width)."""
-        batch, time, width = x.shape
-        split = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head width)
+        batch, time, _ = x.shape
+        # Head by head, so that tensor parallel ranks, which have some of the heads, can cut it.
+        split = self.query_key_value(x).view(batch, time, -1, 3, self.head_width)
+        query, key, value = split.permute(3, 0, 2, 1, 4)  # each (batch, heads, time, head width)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
         return y
 
 
