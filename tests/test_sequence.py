@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -283,9 +284,24 @@ def test_data_and_sequence_parallel(pool: Pool, stage: int) -> None:
 
 def build_hf(name: str) -> nn.Module:
     torch.manual_seed(4)
-    model: Any = {"gpt2": hf_models.gpt2, "llama": hf_models.llama, "window": window}[name]()
+    kinds = {"gpt2": hf_models.gpt2, "llama": hf_models.llama, "window": window, "qwen": qwen}
+    kinds["lora"] = hf_models.llama
+    model: Any = kinds[name]()
     model.set_attn_implementation("sdpa")
+    if name == "lora":
+        peft = pytest.importorskip("peft", reason="peft is not installed: the test extra")
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated there
+            model = peft.get_peft_model(model, lora)
     return model
+
+
+def qwen() -> nn.Module:
+    """With norms of queries and keys."""
+    sizes = {"vocab_size": 101, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return hf_models._hf("Qwen3ForCausalLM", "Qwen3Config", **sizes, **heads)
 
 
 def window() -> nn.Module:
@@ -310,6 +326,8 @@ def train_hf(name: str, stage: int, shape: tuple[int, int], padded: bool) -> tup
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp"))
     model = build_hf(name)
     optimizer = sgd(model)
+    if name == "llama":
+        onecopy.checkpoint_activations(model)
     onecopy.shard(model, optimizer, stage=stage, mesh=mesh)
     parallel = sequence_parallel(model, mesh)
     losses = []
@@ -331,7 +349,8 @@ def hf_loss(model: nn.Module, step: int, group: int, padded: bool) -> Tensor:
     return model(**hf_batch(step, group, padded)).loss
 
 
-HF = [("gpt2", 0, False), ("llama", 1, True), ("window", 2, True), ("llama", 3, False)]
+NAMES = ["gpt2", "llama", "qwen", "window", "lora"]
+HF = [("gpt2", 0, False), ("qwen", 1, True), ("window", 2, True), ("llama", 3, False)]
 
 
 @pytest.mark.parametrize(("name", "stage", "padded"), HF)
@@ -344,7 +363,7 @@ def test_models_of_transformers(pool: Pool, name: str, stage: int, padded: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "window"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("padded", [False, True])
 def test_models_of_transformers_on_a_grid(pool: Pool, name: str, stage: int, padded: bool) -> None:
@@ -373,6 +392,9 @@ def misuse() -> list[str]:
         with pytest.raises((ShardingError, MismatchError)) as caught:
             model(**call)
         said.append(str(caught.value))
+    with pytest.raises(ShardingError) as caught:
+        model.model(tokens)
+    said.append(str(caught.value))
     for wrong in (nn.Linear(2, 2), hf_models.t5()):
         with pytest.raises(ShardingError) as caught:
             sequence_parallel(wrong, mesh)
@@ -388,6 +410,7 @@ def test_misuse_of_models_of_transformers(pool: Pool) -> None:
         "several sequences are packed",
         "pixel_values",
         "logits_to_keep",
+        "LlamaAttention was reached with 12 tokens that have not been cut",
         "no model of transformers",
         "has an encoder and a decoder",
     ]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceParallel", "sequence_parallel"]
 
-# Inputs with one entry for each token, and along which dimension.
-CUT = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1, "labels": 1}
-CUT |= {"shift_labels": 1}
+# Inputs with one entry for each token.
+TOKENS = ("input_ids", "inputs_embeds")
+CUT = (*TOKENS, "position_ids", "token_type_ids", "labels", "shift_labels")
 # Those that attention needs whole, and the ranks' common numbers.
 WHOLE = ("attention_mask", "num_items_in_batch")
 CACHES = ("cache", "past_key_values")
@@ -81,7 +81,9 @@ def sequence_parallel(model: nn.Module, group: DeviceMesh | dist.ProcessGroup) -
     ranks = group_of(group)
     inner = _model_of_transformers(model)
     config = inner.config
-    attend = _attention(group, weakref.ref(model))
+    # Of the parts that forwards have had: what has another length has not been cut.
+    lengths: set[int] = set()
+    attend = _attention(group, weakref.ref(model), lengths)
     name = f"onecopy-sequence-{next(_numbers)}"
     attentions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     attentions.register(name, attend)
@@ -89,7 +91,8 @@ def sequence_parallel(model: nn.Module, group: DeviceMesh | dist.ProcessGroup) -
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, _whole_mask(masks.sdpa_mask, ranks.size))
     before: str = config._attn_implementation
     inner.set_attn_implementation(name)
-    hook = inner.register_forward_pre_hook(_cutting(group, ranks.size), with_kwargs=True)
+    cut = _cutting(group, ranks.size, lengths)
+    hook = inner.register_forward_pre_hook(cut, with_kwargs=True)
     return SequenceParallel(inner, before, hook)
 
 
@@ -124,7 +127,7 @@ def _model_of_transformers(model: nn.Module) -> Any:
 
 
 def _attention(
-    group: DeviceMesh | dist.ProcessGroup, model: weakref.ref[nn.Module]
+    group: DeviceMesh | dist.ProcessGroup, model: weakref.ref[nn.Module], lengths: set[int]
 ) -> Callable[..., Any]:
     """What the attention modules of transformers call."""
 
@@ -144,6 +147,12 @@ def _attention(
                 raise ShardingError(
                     f"{type(module).__name__} wants {name}, which sequence_parallel cannot give"
                 )
+        if query.shape[2] not in lengths:
+            raise ShardingError(
+                f"{type(module).__name__} was reached with {query.shape[2]} tokens that have not "
+                "been cut: call the model that sequence_parallel was given, or give it the one "
+                "that you call"
+            )
         owner = model()
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mixed = attention(
@@ -172,7 +181,9 @@ def _whole_mask(make: Callable[..., Tensor | None], size: int) -> Callable[..., 
     return whole
 
 
-def _cutting(group: DeviceMesh | dist.ProcessGroup, size: int) -> Callable[..., Any]:
+def _cutting(
+    group: DeviceMesh | dist.ProcessGroup, size: int, lengths: set[int]
+) -> Callable[..., Any]:
     """The hook before the model's forward: it takes whole sequences and passes on a part."""
 
     def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,16 +193,17 @@ def _cutting(group: DeviceMesh | dist.ProcessGroup, size: int) -> Callable[..., 
         if given.get("labels") is not None:
             _set_labels(module, given, size)
         parts = {name: one for name, one in given.items() if name in CUT and one is not None}
-        first = next(iter(parts.values()), None)
-        if first is None:
-            raise ShardingError("sequence_parallel needs input_ids or inputs_embeds")
+        tokens = next((name for name in TOKENS if name in parts), None)
+        if tokens is None:
+            raise ShardingError(f"the model was given neither {TOKENS[0]} nor {TOKENS[1]}")
         # Positions may be the same for all rows, and are cut along their last dimension.
         positions = parts.pop("position_ids", None)
         given |= split_sequence(parts, group)
+        lengths.add(given[tokens].shape[1])
         if positions is not None:
             given["position_ids"] = split_sequence(positions, group, dim=-1, check=False)
         elif "position_ids" in signature.parameters:
-            given["position_ids"] = position_ids(given[next(iter(parts))], group)
+            given["position_ids"] = position_ids(given[tokens], group)
         if "use_cache" in signature.parameters:
             # Nothing could read one: it would hold a part of the keys.
             given["use_cache"] = False
