@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onecopy
 from onecopy.errors import ActivationError, ConfigError
 from onecopy.events import Event
+from onecopy.planner.papers import Transformer
 from onecopy.policies import Activations
-from tests import models, reference, runs
+from tests import models, pipelines, reference, runs
 from tests.models import ROWS, TOKENS
 from tests.pool import Pool
 
@@ -127,6 +129,11 @@ def test_partitioned_inputs(pool: Pool, tmp_path: Path, place: str) -> None:
     assert of_kind(events, "keep") == [(name, part, place) for name in names] * BACKWARDS
     # Of batch x sequence x hidden elements, each rank has all but its own part from the others.
     assert of_kind(events, "collect") == [(name, part, "") for name in names[::-1]] * BACKWARDS
+    shape = Transformer(layers=DEPTH, hidden=WIDTH, heads=2, sequence=TOKENS)
+    # The paper rounds (MP-1)/MP to 1.
+    assert part * 2 == 4 * shape.partitioned_elements(ROWS) == INPUT_BYTES
+    assert 12 * shape.partitioned_elements(ROWS) == shape.model_parallel_elements(ROWS)
+    assert part * DEPTH == 2 * shape.checkpoint_bytes(ROWS, partitions=2)  # which counts 16 bit
     copied = {"device": [], "host": ["host"] * 3, "nvme": ["host", "host", "nvme"]}[place]
     fetched = [(name, part, what) for name, what in zip(names[::-1], copied, strict=False)]
     assert of_kind(events, "fetch") == fetched * BACKWARDS
@@ -140,6 +147,136 @@ def test_parts_of_any_size(pool: Pool) -> None:
     assert (
         of_kind(events, "keep") == [("blocks.0", part, "device"), ("blocks.2", part, "device")] * 2
     )
+
+
+# With other ways to spread a model ------------------------------------------------------------
+
+
+class Tensors(nn.Module):
+    """Blocks to be parallelized, with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(_Hidden() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+class _Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(torch.relu(self.up(self.norm(x)))), 0.1)
+
+
+def tensor_parallel(stage: int, sequence: bool) -> list[bool]:
+    """Whether checkpointing changes nothing, wherever inputs are."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    cut = {"input_layouts": Shard(1)} if sequence else {}
+    out = {"output_layouts": Shard(1)} if sequence else {}
+    styles: dict[str, Any] = {"up": tp.ColwiseParallel(**cut), "down": tp.RowwiseParallel(**out)}
+    if sequence:
+        styles["norm"] = tp.SequenceParallel()
+    found = []
+    policies: list[dict[str, Any]] = [{"place": "host"}, {"place": "device"}]
+    if not sequence:
+        # With tokens cut, each rank has another input.
+        policies += [{"partition": mesh["tp"]}, {"partition": mesh["tp"], "place": "host"}]
+    for policy in (None, *policies):
+        torch.manual_seed(0)
+        model = Tensors()
+        for block in model.blocks:
+            tp.parallelize_module(block, mesh["tp"], dict(styles))
+        if sequence:
+            parts: dict[str, Any] = {
+                "first": tp.PrepareModuleOutput(
+                    output_layouts=Replicate(), desired_output_layouts=Shard(1)
+                ),
+                "last": tp.PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+                ),
+            }
+            tp.parallelize_module(model, mesh["tp"], parts)
+        if policy is not None:
+            onecopy.checkpoint_activations(model, **policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        onecopy.shard(model, optimizer, mesh=mesh, stage=stage)
+        for step in range(2):
+            torch.manual_seed(step + 10 * mesh.get_local_rank("dp"))
+            model(torch.randn(2, TOKENS, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        onecopy.unshard(model)
+        found.append([getattr(one, "_local_tensor", one) for one in model.parameters()])
+    return [all(map(torch.equal, one, found[0])) for one in found[1:]]
+
+
+@pytest.mark.sampled(
+    ("stage", "sequence"), list(itertools.product(range(4), (False, True))), 1, always=[(3, False)]
+)
+def test_tensor_parallel_models(pool: Pool, stage: int, sequence: bool) -> None:
+    """Hidden states of all ranks, or of a part of the tokens on each; dropout."""
+    for equal in pool.run(4, tensor_parallel, stage, sequence):
+        assert equal == [True] * (2 if sequence else 4)
+
+
+def pipelined(schedule: str, policy: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Parameters of this rank's pipeline stages after two steps of four micro-batches."""
+    mesh, parts = pipelines.make(schedule, 2, 1)
+    optimizer = torch.optim.SGD(nn.ModuleList(parts).parameters(), lr=0.1)
+    onecopy.shard(parts, optimizer, mesh=mesh, stage=3)
+    if policy is not None:
+        for part in parts:
+            onecopy.checkpoint_activations(part, modules="blocks.*", **policy)
+    pipe = pipelines.connect(schedule, mesh, parts, 4)
+    for step in range(2):
+        with onecopy.parallel.micro_batches(pipe.stages, 4):
+            pipe.step(step, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value for part in parts for value in runs.full_values(part).values()]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_pipelines(pool: Pool, tmp_path: Path, schedule: str) -> None:
+    """Several micro-batches wait at once."""
+    plain = pool.run(2, pipelined, schedule, None)
+    kept = pool.run(2, pipelined, schedule, {"place": "nvme", "path": str(tmp_path)})
+    for ours, theirs in zip(kept, plain, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def joined(policy: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Parameters after batches of which the ranks have different numbers."""
+    model = models.build("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=3)
+    if policy is not None:
+        onecopy.checkpoint_activations(model, **policy)
+    rank = dist.get_rank()
+    batches = [models.batch("gpt", step, rank) for step in range(2 + rank)]
+    for batch in onecopy.join(model, batches):
+        models.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(runs.full_values(model).values())
+
+
+def test_ranks_whose_data_end_earlier(pool: Pool) -> None:
+    """They go along."""
+    plain, kept = pool.run(2, joined, None), pool.run(2, joined, {"place": "host"})
+    assert all(map(torch.equal, kept[0], plain[0]))
 
 
 def other_inputs() -> str:
