@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import onecopy
+from onecopy.checkpoint.verify import verify
 from tests.motley import compare
 from tests.pool import Pool
 from tests.tensor_parallel import backward, batch, build, parallelize
@@ -135,3 +136,48 @@ def test_any_shape_goes_on(
     # What a bias of keys is trained by is rounding alone.
     for name in [one for one in expected if not one.endswith("k.bias")]:
         compare(f"{other}: {name}", runs[0][name], expected[name], rtol=1e-3, atol=1e-4)
+
+
+def everything(root: Path) -> tuple[dict[str, Tensor], str]:
+    """In the background, with random numbers, refused while one is busy; exported while live."""
+    shape, style = (2, 2), "sequence"
+    model, optimizer, place = sharded(shape, style, 3, is_other=False)
+    train(model, optimizer, place, shape, style, range(1))
+    torch.manual_seed(place)  # tensor parallel ranks draw the same numbers
+    pending = onecopy.async_save(root / "run", model, optimizer, extra={"data": place})
+    then = values(model)
+    drawn = torch.rand(1)
+    train(model, optimizer, place, shape, style, range(1, 2))
+    pending.wait()
+    exported = onecopy.export(model, root / "live", dtype="bf16", max_shard_bytes=2000)
+    assert len(exported.files) > 2 and exported.num_elements == sum(
+        one.numel() for one in then.values()
+    )
+    loaded = onecopy.load(root / "run", model, optimizer)
+    compare("drawn", torch.rand(1), drawn)
+    assert (loaded.world_size, loaded.extras) == (4, [{"data": 0}] * 2 + [{"data": 1}] * 2)
+    compare("loaded", values(model), then)
+    return values(model), f"{torch.rand(1).item():.6f}"
+
+
+def other_shape(root: Path) -> tuple[dict[str, Any], float]:
+    model, optimizer, _ = sharded((1, 2), "tensor", 2, is_other=True)
+    loaded = onecopy.load(root / "run", model, optimizer)
+    return loaded.extra, torch.rand(1).item()
+
+
+def test_everything_else_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    runs = pool.run(4, everything, tmp_path)
+    assert len({drawn for _, drawn in runs[:2]}) == 1, "of one data rank"
+    assert len({drawn for _, drawn in runs}) == 2
+    others = pool.run(2, other_shape, tmp_path)
+    assert others[0] == others[1], "tensor parallel ranks go on alike"
+    assert others[0][0] == {"data": 0}
+    assert [one.problems for one in verify(tmp_path / "run")] == [[]]
+    onecopy.export(tmp_path / "run", tmp_path / "stored")
+    for name, read in (("stored", runs[0][0]), ("live", None)):
+        found = build(VOCABULARY)
+        onecopy.load_pretrained(found, tmp_path / name)
+        if read is not None:
+            compare(name, dict(found.state_dict()), read)
+    assert not (tmp_path / "live" / ".checkpoint").exists()

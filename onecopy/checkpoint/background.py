@@ -265,15 +265,16 @@ def _refuse_if_busy(named: Named) -> None:
     meet(named, 'onecopy.async_save(if_busy="refuse")')
     owners = [handle.of(one.module) for one in named.models]
     pending = [owner.pending_save for owner in owners if owner.pending_save is not None]
-    # Through the group of training: that of checkpoints may be in use.
-    world = owners[0].engine.collectives.groups.world
-    everyone = gather_objects(world, [str(one.folder) for one in pending if not one.is_done])
-    for rank, busy in enumerate(everyone):
-        if busy:
-            raise SavePendingError(
-                f"rank {world.ranks[rank]} is still writing {busy[0]}: save later, or with "
-                'if_busy="wait"'
-            )
+    world = named.groups.world
+    busy = [(world.ranks[world.rank], str(one.folder)) for one in pending if not one.is_done]
+    # Through the groups of training: that of checkpoints may be in use.
+    for group in (world, *named.groups.model):
+        busy = sorted({one for theirs in gather_objects(group, busy) for one in theirs})
+    if busy:
+        rank, folder = busy[0]
+        raise SavePendingError(
+            f'rank {rank} is still writing {folder}: save later, or with if_busy="wait"'
+        )
 
 
 # Copies ---------------------------------------------------------------------------------------

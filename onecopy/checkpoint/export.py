@@ -12,22 +12,27 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
+from onecopy import handle
 from onecopy.checkpoint.disk import flush_folder, write_file
 from onecopy.checkpoint.huggingface import CONFIG, config_for
+from onecopy.checkpoint.saving import Options, prepare
+from onecopy.checkpoint.together import finish_together
 from onecopy.checkpoint.values import Model, Value, open_model
 from onecopy.comm.compare import gather_objects
 from onecopy.core.precision import DTYPES
 from onecopy.errors import CheckpointError, ConfigError
 from onecopy.memory.tensor_files import FileWriter, TensorSpec
+from onecopy.parallel.parts import Parts
 
 if TYPE_CHECKING:
     from onecopy.comm.groups import Group
@@ -59,7 +64,7 @@ class Exported:
 
 
 def export(
-    source: str | os.PathLike[str] | nn.Module,
+    source: str | os.PathLike[str] | nn.Module | Parts[nn.Module],
     directory: str | os.PathLike[str],
     *,
     dtype: torch.dtype | str | None = None,
@@ -71,6 +76,8 @@ def export(
 
     From a checkpoint it needs no process group and no accelerator: call it in one process. Of a
     sharded model it writes the masters: all ranks must call it together, and the first one writes.
+    One that is spread over tensor or pipeline parallel ranks is saved as a checkpoint first, within
+    the directory, which is removed in the end: that takes as much room again for a while.
     A plain module is written by whoever calls. `AutoModel.from_pretrained(directory)` loads the
     result where the model has a Hugging Face configuration, `onecopy.load_pretrained` and
     `safetensors.torch.load_model` always. Tied weights are written once. Buffers are written if
@@ -78,7 +85,8 @@ def export(
 
     Args:
         source: the folder of a checkpoint (of onecopy, of torch.distributed.checkpoint or of
-            DeepSpeed) or of a run, whose last good checkpoint is taken; or a module.
+            DeepSpeed) or of a run, whose last good checkpoint is taken; or a module; or the
+            `onecopy.parallel.Parts` of one that this rank has.
         directory: where to; made if need be. It must not hold other safetensors files.
         dtype: of all fp64, fp32, bf16 and fp16 tensors, "bf16" or torch.bfloat16 for example.
             None writes what is stored, so that nothing is rounded: the masters, which are fp32 in
@@ -95,6 +103,9 @@ def export(
         ShardingError: the module has parameters without values, or whose values are not in one
             tensor (DTensors, sparse and quantized ones); or a part of it is sharded.
     """
+    if isinstance(source, Parts) or _is_spread(source):
+        settings = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "progress": progress}
+        return _export_spread(source, Path(directory).expanduser(), settings)
     opened = open_model(source, model)
     files = _divide(opened.values, _dtype(dtype), max_shard_bytes)
     output = _Output(Path(directory).expanduser(), opened.world, progress, _num_bytes(files))
@@ -115,6 +126,28 @@ def export(
         opened.rest()
     numel = sum(math.prod(value.shape) for value in opened.values)
     return Exported(tuple(output.published), _num_bytes(files), numel, opened.left_out)
+
+
+def _is_spread(source: object) -> TypeGuard[nn.Module]:
+    """Whether a model has its parameters on more ranks than those of its data group."""
+    owner = handle.find(source) if isinstance(source, nn.Module) else None
+    return owner is not None and bool(owner.engine.collectives.groups.model)
+
+
+def _export_spread(
+    source: nn.Module | Parts[nn.Module], directory: Path, settings: dict[str, Any]
+) -> Exported:
+    """By way of a checkpoint, which knows how to put the parts together; all ranks together."""
+    hidden = directory / ".checkpoint"
+    named, job = prepare(hidden, source, None, Options(), "onecopy.export")
+    try:
+        folder = job.write(named.group)
+        return finish_together(
+            named.group, lambda: None, lambda _: export(folder, directory, **settings)
+        )
+    finally:
+        if named.group.rank == 0:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
