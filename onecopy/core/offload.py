@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onecopy.core.dtensors import local_of
 from onecopy.core.swapped import DiskLane
 from onecopy.errors import ConfigError
 from onecopy.memory.staging import StagedCopy, Staging
@@ -166,7 +167,7 @@ def place_units(
             'offload and precision.master="bf16+16": that keeps half of each master in the '
             "parameters, on the device. Leave one of both out"
         )
-    longest = max(sum(one.numel() for _, one in spec.parameters) for spec in specs)
+    longest = max(sum(local_of(one).numel() for _, one in spec.parameters) for spec in specs)
     lane = HostLane(specs[0].device, events, pinned_bytes=offload.pinned_bytes, longest=longest)
     placement = Placement(
         lane=lane,

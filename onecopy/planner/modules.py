@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from onecopy.config import Config
+from onecopy.core.dtensors import local_of
 from onecopy.core.partition import find_units
 from onecopy.planner.estimate import ElementWidths, widths_of
 from onecopy.planner.shapes import UnitShape
@@ -82,7 +83,7 @@ def shape_of(
     inner = {id(module) for module in unit.module.modules()} - {id(unit.module)}
     return UnitShape(
         name=unit.name,
-        numels=tuple(parameter.numel() for parameter in parameters),
+        numels=tuple(local_of(parameter).numel() for parameter in parameters),
         surrounds=bool(inner & modules),
     )
 

@@ -51,15 +51,16 @@ def num_states(
                 if any(id(one) in own for one in group["params"])
             ]
             return max(map(rule, groups), default=0), True
-    held = [
-        _held(optimizer.state[one], one.numel()) for one in parameters if one in optimizer.state
-    ]
+    held = [_held(optimizer.state[one], one) for one in parameters if one in optimizer.state]
     return (max(held), True) if held else (USUAL_STATES, False)
 
 
-def _held(state: Mapping[str, Any], numel: int) -> int:
-    """Tensors of this size that a state is as large as, rounded up."""
+def _held(state: Mapping[str, Any], parameter: Any) -> int:
+    """Tensors of a parameter's size that its state is as large as, rounded up."""
+    # Only those that have optimizers have torch.
+    from onecopy.core.dtensors import local_of
+
     # Step counters are scalars of the optimizer's own.
     tensors = (one for one in state.values() if hasattr(one, "numel") and one.dim())
-    elements: int = sum(one.numel() for one in tensors)
-    return -(-elements // max(numel, 1))
+    elements: int = sum(local_of(one).numel() for one in tensors)
+    return -(-elements // max(local_of(parameter).numel(), 1))
