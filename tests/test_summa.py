@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,3 +238,41 @@ def test_training_on_a_grid(pool: Pool, stage: int) -> None:
 def test_grids_and_data_parallel_ranks(pool: Pool, stage: int) -> None:
     """2 x 2 x 2: ZeRO cuts each rank's blocks over the data dimension."""
     check(pool.run(8, train, (2, 2, 2), stage), 2)
+
+
+def save(folder: str) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp_row", "tp_column"))
+    model = MLP(mesh["tp_row", "tp_column"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    onecopy.shard(model, optimizer, stage=3, mesh=mesh)
+    step_once(model, optimizer, mesh)
+    onecopy.save(folder, model, optimizer, step=1)
+    step_once(model, optimizer, mesh)
+    return {name: whole(one) for name, one in model.state_dict().items()}
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> None:
+    x, y = data(0, 0)
+    if mesh is not None:
+        x, y = (cut(one, mesh["tp_row", "tp_column"]) for one in (x, y))
+    (F.mse_loss(model(x), y, reduction="sum") / (TOKENS * INPUTS)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load(folder: str) -> dict[str, Tensor]:
+    """Plain layers, cut over the data ranks alone."""
+    model = MLP(None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    onecopy.shard(model, optimizer, stage=2)
+    onecopy.load(folder, model, optimizer)
+    step_once(model, optimizer, None)
+    return model.state_dict()
+
+
+def test_checkpoints_are_those_of_plain_linears(pool: Pool, tmp_path: Path) -> None:
+    """Saved on a grid, weights and states go on in nn.Linear on two data parallel ranks."""
+    expected = pool.run(4, save, str(tmp_path))[0]
+    for found in pool.run(2, load, str(tmp_path)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from onecopy import handle
 from onecopy.comm.exchange import check_same
 from onecopy.comm.grid import Grid, grid_of, spread, sum_at, sum_over
+from onecopy.core.compiling import not_compiled
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class SummaLinear(nn.Module):
             parameter.requires_grad_(linear.get_parameter(name).requires_grad)
         return layer.train(linear.training)
 
+    @not_compiled
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs / q) to (..., outputs / q), of the same tokens.
 

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from onecopy import handle
 from onecopy.comm.exchange import check_same, exchange, gather_numbers, group_of
 from onecopy.comm.groups import Group
+from onecopy.core.compiling import not_compiled
 from onecopy.errors import MismatchError, ShardingError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ SEQUENCE, HEADS = 2, 1
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@not_compiled
 def attention(  # noqa: PLR0913 - those of torch's function
     query: Tensor,
     key: Tensor,

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import handle
+from onecopy.core.compiling import not_compiled
 from onecopy.core.partition import matching
 from onecopy.errors import ConfigError, ShardingError
 
@@ -32,6 +33,7 @@ __all__ = ["tile_modules", "tiled_cross_entropy"]
 TILE_NUMEL = 1 << 24
 
 
+@not_compiled
 def tiled_cross_entropy(  # noqa: PLR0913 - those of torch's function
     hidden: Tensor,
     head: nn.Module,
