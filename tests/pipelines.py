@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +24,13 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+import onecopy
+import onecopy.events
+import onecopy.handle
+from onecopy.events import Event
+from onecopy.parallel import micro_batches, tie
 from tests.models import GPT, TOKENS
+from tests.runs import full_values
 
 VOCABULARY, WIDTH, DEPTH = 31, 16, 4
 SCHEDULES: dict[str, Any] = {
@@ -57,10 +67,10 @@ class Part(nn.Module):
         return self.head(self.norm(x)) if self.last == DEPTH else x
 
 
-def build() -> GPT:
+def build(*, tied: bool = False) -> GPT:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return GPT(VOCABULARY, WIDTH, DEPTH)
+        return GPT(VOCABULARY, WIDTH, DEPTH, tied=tied)
 
 
 def batch(step: int, rank: int, micro: int) -> Tensor:
@@ -127,3 +137,152 @@ def _places(name: str, mesh: DeviceMesh) -> list[tuple[int, int]]:
     if issubclass(SCHEDULES[name], PipelineScheduleMulti):
         return [(mine, 2 * pp), (mine + pp, 2 * pp)]
     return [(mine, pp)]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+}
+PP, STEPS = 2, 3
+Choices = tuple[str, str] | None  # gather, reduce; None: without micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Options of a run; `settings` go to shard."""
+
+    schedule: str = "1f1b"
+    dp: int = 1
+    micro: int = 4
+    stage: int = 3
+    optimizer: str = "adamw"
+    choices: Choices = ("once", "once")
+    max_grad_norm: float | None = None
+    calls: int = 1  # of the schedule in one step
+    recomputes: bool = False  # blocks, in backward
+    tied: bool = False  # the embedding of the first stage and the head of the last
+    own_unit: bool = False  # which are units of their own then
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """One rank's view."""
+
+    losses: list[list[float]]
+    values: dict[str, Tensor]
+    norms: list[float]
+    events: list[Event]
+    numels: tuple[int, int]  # padded elements of flat and gradient buffers
+    data_rank: int
+
+
+def around(stages: list[Any], plan: Plan) -> AbstractContextManager[None]:
+    if plan.choices is None:
+        return nullcontext()
+    gather, reduce = plan.choices
+    return micro_batches(stages, plan.micro, gather=gather, reduce=reduce)  # type: ignore[arg-type]
+
+
+def prepare(plan: Plan) -> tuple[Pipe, torch.optim.Optimizer]:
+    """This rank's parts of the model, sharded, in their schedule."""
+    mesh, parts = make(plan.schedule, PP, plan.dp, build(tied=plan.tied))
+    optimizer = OPTIMIZERS[plan.optimizer](nn.ModuleList(parts).parameters())
+    settings = dict(plan.settings)
+    for part in parts if plan.recomputes else ():
+        onecopy.checkpoint_activations(part, modules="blocks.?")
+    if plan.own_unit:
+        settings["units"] = ["blocks.?", "tokens" if mesh.get_local_rank("pp") == 0 else "head"]
+    onecopy.shard(parts, optimizer, mesh=mesh, stage=plan.stage, **settings)
+    for part in parts if plan.tied else ():
+        for name in {"tokens.weight", "head.weight"} & dict(part.named_parameters()).keys():
+            tie(part, name)
+    scales = {"scale_grads": False} if plan.calls > 1 else {}
+    return connect(plan.schedule, mesh, parts, plan.micro, **scales), optimizer
+
+
+def train(plan: Plan) -> Run:
+    pipe, optimizer = prepare(plan)
+    parts = [stage.submod for stage in pipe.stages]
+    run = Run([], {}, [], [], (0, 0), pipe.data_rank)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            for part in parts:
+                onecopy.events.add_sink(part, run.events.append)
+        for call in range(plan.calls):
+            with around(pipe.stages, plan):
+                run.losses.append(pipe.step(plan.calls * step + call, plan.micro))
+        if plan.max_grad_norm is not None:
+            run.norms.append(onecopy.clip_grad_norm_(parts, plan.max_grad_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    layouts = [unit.layout for part in parts for unit in onecopy.handle.of(part).engine.units]
+    run.numels = (
+        sum(one.padded_numel for one in layouts),
+        sum(one.gradient_numel for one in layouts),
+    )
+    run.events = list(run.events)
+    for part in parts:
+        run.values |= full_values(part)
+    return run
+
+
+def one_process(plan: Plan) -> Run:
+    """The same on the global batch, with sums in the same order."""
+    gpt = build(tied=plan.tied)
+    optimizer = OPTIMIZERS[plan.optimizer](gpt.parameters())
+    run = Run([], {}, [], [], (0, 0), 0)
+    for step in range(STEPS * plan.calls):
+        gradients: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for rank, micro in itertools.product(range(plan.dp), range(plan.micro)):
+            rows = batch(step, rank, plan.micro).chunk(plan.micro)[micro]
+            loss = loss_fn(gpt(rows), rows)
+            loss.backward()
+            run.losses.append([loss.item()])
+            gradients[rank, micro] = {name: p.grad for name, p in gpt.named_parameters()}  # type: ignore[misc]
+            for parameter in gpt.parameters():
+                parameter.grad = None
+        divisor = 1 if plan.calls > 1 else plan.micro
+        for name, parameter in gpt.named_parameters():
+            each = {key: of_all[name] for key, of_all in gradients.items()}
+            parameter.grad = summed(each, plan) / divisor
+        if plan.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(gpt.parameters(), plan.max_grad_norm)
+            run.norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    named = gpt.named_parameters(remove_duplicate=False)
+    run.values = {name: p.detach() for name, p in named}
+    return run
+
+
+def summed(each: dict[tuple[int, int], Tensor], plan: Plan) -> Tensor:
+    """The mean over ranks of the sums over micro-batches, in the order of the reduces."""
+    ranks, micros = range(plan.dp), range(plan.micro)
+    if plan.choices is not None and plan.choices[1] == "once":
+        local = [sum(each[rank, micro] for micro in micros) for rank in ranks]
+        return sum(local) / plan.dp  # type: ignore[return-value]
+    means = [sum(each[rank, micro] for rank in ranks) / plan.dp for micro in micros]
+    return sum(means)  # type: ignore[return-value]
+
+
+def compare(plan: Plan, runs: list[Run], expected: Run, **tolerance: float) -> None:
+    """Equal, to the last bit unless there is a tolerance."""
+    names: set[str] = set()
+    for run in runs:
+        for name, value in run.values.items():
+            torch.testing.assert_close(
+                value, expected.values[name], **(tolerance or {"rtol": 0, "atol": 0})
+            )
+        names |= run.values.keys()
+        if run.losses[0]:
+            losses = [loss for losses in run.losses for loss in losses]
+            start, size = run.data_rank * plan.micro, plan.dp * plan.micro
+            of_rank = [
+                loss
+                for first in range(start, len(expected.losses), size)
+                for (loss,) in expected.losses[first : first + plan.micro]
+            ]
+            assert losses == pytest.approx(of_rank, abs=tolerance.get("atol", 0), rel=0)
+        assert run.norms == pytest.approx(expected.norms)
+    assert names == expected.values.keys()

@@ -3,157 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import onecopy
-import onecopy.events
-import onecopy.handle
 from onecopy.errors import MismatchError, ShardingError
-from onecopy.events import Event
 from onecopy.parallel import micro_batches
 from tests import pipelines
+from tests.pipelines import (
+    OPTIMIZERS,
+    PP,
+    STEPS,
+    Choices,
+    Plan,
+    Run,
+    around,
+    compare,
+    one_process,
+    train,
+)
 from tests.pool import Pool
 from tests.rank import RankError
 from tests.runs import full_values
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
-}
-PP, STEPS = 2, 3
-Choices = tuple[str, str] | None  # gather, reduce; None: without micro_batches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Options of a run; `settings` go to shard."""
-
-    schedule: str = "1f1b"
-    dp: int = 1
-    micro: int = 4
-    stage: int = 3
-    optimizer: str = "adamw"
-    choices: Choices = ("once", "once")
-    max_grad_norm: float | None = None
-    calls: int = 1  # of the schedule in one step
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Run:
-    """One rank's view."""
-
-    losses: list[list[float]]
-    values: dict[str, Tensor]
-    norms: list[float]
-    events: list[Event]
-    numels: tuple[int, int]  # padded elements of flat and gradient buffers
-    data_rank: int
-
-
-def around(stages: list[Any], plan: Plan) -> AbstractContextManager[None]:
-    if plan.choices is None:
-        return nullcontext()
-    gather, reduce = plan.choices
-    return micro_batches(stages, plan.micro, gather=gather, reduce=reduce)  # type: ignore[arg-type]
-
-
-def train(plan: Plan) -> Run:
-    mesh, parts = pipelines.make(plan.schedule, PP, plan.dp)
-    optimizer = OPTIMIZERS[plan.optimizer](nn.ModuleList(parts).parameters())
-    onecopy.shard(parts, optimizer, mesh=mesh, stage=plan.stage, **plan.settings)
-    scales = {"scale_grads": False} if plan.calls > 1 else {}
-    pipe = pipelines.connect(plan.schedule, mesh, parts, plan.micro, **scales)
-    run = Run([], {}, [], [], (0, 0), pipe.data_rank)
-    for step in range(STEPS):
-        if step == STEPS - 1:
-            for part in parts:
-                onecopy.events.add_sink(part, run.events.append)
-        for call in range(plan.calls):
-            with around(pipe.stages, plan):
-                run.losses.append(pipe.step(plan.calls * step + call, plan.micro))
-        if plan.max_grad_norm is not None:
-            run.norms.append(onecopy.clip_grad_norm_(parts, plan.max_grad_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    layouts = [unit.layout for part in parts for unit in onecopy.handle.of(part).engine.units]
-    run.numels = (
-        sum(one.padded_numel for one in layouts),
-        sum(one.gradient_numel for one in layouts),
-    )
-    run.events = list(run.events)
-    for part in parts:
-        run.values |= full_values(part)
-    return run
-
-
-def one_process(plan: Plan) -> Run:
-    """The same on the global batch, with sums in the same order."""
-    gpt = pipelines.build()
-    optimizer = OPTIMIZERS[plan.optimizer](gpt.parameters())
-    run = Run([], {}, [], [], (0, 0), 0)
-    for step in range(STEPS * plan.calls):
-        gradients: dict[tuple[int, int], dict[str, Tensor]] = {}
-        for rank, micro in itertools.product(range(plan.dp), range(plan.micro)):
-            rows = pipelines.batch(step, rank, plan.micro).chunk(plan.micro)[micro]
-            loss = pipelines.loss_fn(gpt(rows), rows)
-            loss.backward()
-            run.losses.append([loss.item()])
-            gradients[rank, micro] = {name: p.grad for name, p in gpt.named_parameters()}  # type: ignore[misc]
-            for parameter in gpt.parameters():
-                parameter.grad = None
-        divisor = 1 if plan.calls > 1 else plan.micro
-        for name, parameter in gpt.named_parameters():
-            each = {key: of_all[name] for key, of_all in gradients.items()}
-            parameter.grad = summed(each, plan) / divisor
-        if plan.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(gpt.parameters(), plan.max_grad_norm)
-            run.norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    run.values = {name: p.detach() for name, p in gpt.named_parameters()}
-    return run
-
-
-def summed(each: dict[tuple[int, int], Tensor], plan: Plan) -> Tensor:
-    """The mean over ranks of the sums over micro-batches, in the order of the reduces."""
-    ranks, micros = range(plan.dp), range(plan.micro)
-    if plan.choices is not None and plan.choices[1] == "once":
-        local = [sum(each[rank, micro] for micro in micros) for rank in ranks]
-        return sum(local) / plan.dp  # type: ignore[return-value]
-    means = [sum(each[rank, micro] for rank in ranks) / plan.dp for micro in micros]
-    return sum(means)  # type: ignore[return-value]
-
-
-def compare(plan: Plan, runs: list[Run], expected: Run, **tolerance: float) -> None:
-    """Equal, to the last bit unless there is a tolerance."""
-    names: set[str] = set()
-    for run in runs:
-        for name, value in run.values.items():
-            torch.testing.assert_close(
-                value, expected.values[name], **(tolerance or {"rtol": 0, "atol": 0})
-            )
-        names |= run.values.keys()
-        if run.losses[0]:
-            losses = [loss for losses in run.losses for loss in losses]
-            start, size = run.data_rank * plan.micro, plan.dp * plan.micro
-            of_rank = [
-                loss
-                for first in range(start, len(expected.losses), size)
-                for (loss,) in expected.losses[first : first + plan.micro]
-            ]
-            assert losses == pytest.approx(of_rank, abs=tolerance.get("atol", 0), rel=0)
-        assert run.norms == pytest.approx(expected.norms)
-    assert names == expected.values.keys()
-
 
 CHOICES: list[Choices] = [*itertools.product(("once", "each"), ("once", "each")), None]
 
@@ -221,7 +97,9 @@ def one_rank(plan: Plan, how: str) -> Run:
 def settings_of(how: str, *, on_one: bool = False) -> dict[str, Any]:
     if how == "offload":
         return {} if on_one else {"offload": "cpu"}
-    return {"precision": how} if how in ("bf16", "fp16") else {}
+    if how == "fp16":
+        return {"precision": onecopy.Precision(compute="fp16", loss_scale=256.0)}
+    return {"precision": how.removesuffix(" skips")} if "16" in how else {}
 
 
 @pytest.mark.parametrize(
@@ -230,14 +108,19 @@ def settings_of(how: str, *, on_one: bool = False) -> dict[str, Any]:
         ("bf16", Plan(schedule="interleaved")),
         ("fp16", Plan(schedule="interleaved", choices=("once", "each"))),
         ("fp16", Plan(stage=1)),
+        ("fp16 skips", Plan(stage=2, optimizer="sgd")),
         ("offload", Plan(stage=2)),
+        ("checkpoint", Plan(schedule="interleaved", recomputes=True)),
         ("calls", Plan(calls=2)),
     ],
 )
 def test_what_one_rank_computes(pool: Pool, how: str, plan: Plan) -> None:
     """Low precision with its loss scale, offloading, several calls of the schedule in one step."""
     plan = replace(plan, settings=settings_of(how))
-    compare(plan, pool.run(PP, train, plan), pool.run(1, one_rank, plan, how)[0])
+    (expected,) = pool.run(1, one_rank, plan, how)
+    compare(plan, pool.run(PP, train, plan), expected)
+    if "skips" not in how:
+        assert not torch.equal(expected.values["head.weight"], pipelines.build().head.weight)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -25,6 +25,7 @@ __all__ = [
     "join_launched",
     "join_or_begin",
     "launched_node",
+    "pair_group",
 ]
 
 
@@ -162,6 +163,13 @@ def host_group(world: Group) -> Group:
     """
     group = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=True)
     return Group(group, world.ranks, world.rank)
+
+
+def pair_group(group: Group) -> Group:
+    """The first and the last of these ranks, with a process group of their own; only they call."""
+    ranks = (group.ranks[0], group.ranks[-1])
+    process_group = dist.new_group(list(ranks), use_local_synchronization=True)
+    return Group(process_group, ranks, ranks.index(group.ranks[group.rank]))
 
 
 def end_host_group(group: Group) -> None:

@@ -275,6 +275,7 @@ class Binding:
                 )
             engine.check_parameters()
             were_local |= backward.flush()
+            engine.owned.sum_ties()
             backward.begin_step(is_scaled_by_hand=is_stepping(self.optimizer))
             # Units gathered on touch would keep the values from before the step.
             engine.rest()

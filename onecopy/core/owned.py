@@ -27,6 +27,7 @@ from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     from onecopy.comm.collectives import Collectives
+    from onecopy.core.tied import Tie
     from onecopy.core.unit import Unit
 
 __all__ = ["OwnedGradients"]
@@ -90,6 +91,8 @@ class OwnedGradients:
         # Sums are in the nodes; what brings them to the pieces, on all ranks together.
         self._are_complete = True
         self.complete: Callable[[], object] | None = None
+        # Of parameters that other pipeline stages hold, too.
+        self.ties: list[Tie] = []
 
     def _complete(self) -> None:
         """Before values of gradients are looked at or changed."""
@@ -100,7 +103,7 @@ class OwnedGradients:
         """Take the place of others, now that more parameters have gradients."""
         places = [self._place(number) for number in range(len(self._units))]
         before.settle()
-        self.complete = before.complete
+        self.complete, self.ties = before.complete, before.ties
         shown, present = before._places(before._shown), before._places(before._present)
         self._present = {number for number, place in enumerate(places) if place in present}
         if before._squares is not None:
@@ -169,6 +172,8 @@ class OwnedGradients:
         self._norms.clear()
         if set_to_none:
             self._remove_all(units)
+        for tie in self.ties:
+            tie.is_summed = tie.is_summed and units is not None and tie.unit not in units
         self._handed_over -= self._handed_over if units is None else set(units)
 
     def _remove_all(self, units: Collection[Unit] | None) -> None:
@@ -219,6 +224,8 @@ class OwnedGradients:
         if not self._shown:
             return
         self.settle(uncounted=True)
+        for tie in self.ties:
+            tie.refuse_more()
         for number in self._shown:
             if self._units[number] in self._handed_over:
                 raise ShardingError(
@@ -413,6 +420,44 @@ class OwnedGradients:
         for at_hand in self._at_hand(numbers, changes=True):
             for device, present in _by_device(self._gradients(at_hand).values()).items():
                 torch._foreach_mul_(present, factor.to(device))
+
+    def change_part(
+        self, unit: Unit, index: int, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Put what `change` makes of it in the place of this rank's part of one gradient.
+
+        Args:
+            change: from and to 1-D tensors, in memory order, on the unit's device; without elements
+                where this rank owns nothing. It may be a collective.
+        """
+        self._refuse_applied()
+        self._complete()
+        self.settle(uncounted=True)
+        self._norms.clear()
+        self._wholes.drop()
+        number = next(one for one in self._numbers[unit] if self._indices[one] == index)
+        for at_hand in self._at_hand([number], changes=True):
+            if number not in at_hand:
+                continue
+            gradient = self._gradients(at_hand).get(number)
+            if gradient is None:
+                change(unit.flat.new_empty(0, dtype=unit.dtypes.gradient))
+                continue
+            own = unit.slice.from_piece(index, gradient).to(unit.flat.device, copy=True)
+            gradient.copy_(unit.slice.as_piece(index, change(own)))
+
+    def sum_ties(self) -> None:
+        """Before a norm of the whole model, and before a step; a collective of pipeline stages."""
+        for tie in self.ties:
+            tie.sum()
+
+    def counted_norms(self, order: float) -> torch.Tensor:
+        """`norms`, 0 for those parameters that are counted in another pipeline stage."""
+        norms = self.norms(order)
+        elsewhere = {(tie.unit.number, tie.index) for tie in self.ties if tie.is_counted_elsewhere}
+        places = map(self._place, range(len(self._units)))
+        norms[[n for n, place in enumerate(places) if place in elsewhere]] = 0.0
+        return norms
 
     def _at_hand(self, numbers: Iterable[int], *, changes: bool) -> Iterator[list[int]]:
         """These numbers in groups: those whose gradients are in memory, and then, unit by unit,

@@ -70,10 +70,15 @@ def total_norm(engines: Iterable[Engine], norm_type: float = 2.0) -> torch.Tenso
 
     Those of their other pipeline stages included.
     """
-    is_largest = norm_type == float("inf")
+    is_largest, engines = norm_type == float("inf"), list(engines)
+    for engine in engines:
+        # Before others of them talk to other pipeline stages.
+        engine.owned.sum_ties()
     found = []
     for engine in engines:
-        norm: torch.Tensor = torch.linalg.vector_norm(engine.owned.norms(norm_type), norm_type)
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            engine.owned.counted_norms(norm_type), norm_type
+        )
         if engine.collectives.groups.pipeline:
             power = norm if is_largest else norm**norm_type
             engine.collectives.over_model(power, maximum=is_largest, pipeline_only=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onecopy.parallel.sequence import attention as attention
     from onecopy.parallel.sequence import position_ids as position_ids
     from onecopy.parallel.sequence import split_sequence as split_sequence
+    from onecopy.parallel.tied import tie as tie
     from onecopy.parallel.tiled import tile_modules as tile_modules
     from onecopy.parallel.tiled import tiled_cross_entropy as tiled_cross_entropy
 
@@ -27,6 +28,7 @@ _WHERE = {
     "position_ids": "onecopy.parallel.sequence",
     "sequence_parallel": "onecopy.parallel.huggingface",
     "split_sequence": "onecopy.parallel.sequence",
+    "tie": "onecopy.parallel.tied",
     "tile_modules": "onecopy.parallel.tiled",
     "tiled_cross_entropy": "onecopy.parallel.tiled",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "position_ids",
     "sequence_parallel",
     "split_sequence",
+    "tie",
     "tile_modules",
     "tiled_cross_entropy",
 ]
