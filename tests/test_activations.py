@@ -21,7 +21,7 @@ from onecopy.errors import ActivationError, ConfigError, ShardingError
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
 from onecopy.policies import Activations
-from tests import models, runs
+from tests import hf_models, models, runs
 
 PLACES = ("device", "host", "nvme")
 
@@ -284,6 +284,30 @@ def test_with_other_ways_to_save_memory(stage: int, more: dict[str, Any]) -> Non
     assert same(*found)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks() -> None:
+    """A block's own forward, compiled, runs in forward and again in backward."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    plain, model = models.build("gpt"), models.build("gpt")
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+    onecopy.checkpoint_activations(model, "host")
+    onecopy.shard(model, stage=3)
+    batch = models.batch("gpt", 0, 0)
+    models.loss(model, batch).backward()
+    want = gradients(plain, lambda one: models.loss(one, batch))[1:]
+    with onecopy.full_parameters(model, grads=True):
+        assert same([one.grad for one in model.parameters()], want)  # type: ignore[misc]
+    # Alike blocks share one.
+    assert len(graphs) == 1
+
+
 def test_caches_are_left_out() -> None:
     """What transformers fills in training, unless told otherwise, it would fill twice."""
 
@@ -364,6 +388,36 @@ def test_activations_are_not_alive() -> None:
             alive.append(live.num_bytes())
         del loss
     assert alive[1] < alive[0] / 2
+
+
+def test_a_plan_knows_what_host_memory_takes() -> None:
+    """As many bytes as a run keeps there, and moves down and up; so many less on the device."""
+    tokens = torch.randint(2, 101, (2, 16))
+    plans = {
+        choice: onecopy.plan(
+            hf_models.llama(),
+            devices=1,
+            micro_batch=2,
+            sequence=16,
+            precision="fp32",
+            checkpoint_activations=choice,
+        )
+        for choice in ("on", "host")
+    }
+    model, events = hf_models.llama(), list[Event]()
+    onecopy.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+    onecopy.checkpoint_activations(model, "host")
+    onecopy.events.add_sink(model, events.append)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    kept, fetched = (
+        sum(one.num_bytes for one in events if one.kind == kind) for kind in ("keep", "fetch")
+    )
+    for on_device, on_host in zip(plans["on"].rows, plans["host"].rows, strict=True):
+        assert on_host.memory.staged - on_device.memory.staged == kept
+        assert on_host.moved - on_device.moved == kept + fetched
+    found = plans["host"].recommended
+    assert found is not None
+    assert 'onecopy.checkpoint_activations(model, "host")' in found.code
 
 
 # Copies and errors -----------------------------------------------------------------------------

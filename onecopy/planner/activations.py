@@ -39,6 +39,7 @@ class Activations:
     outside: kept around the blocks. stacks: number of blocks, and what each keeps.
     inside: of the block that backward is in, beside what it keeps, with the logits.
     loss: where the loss's own gradient is made. head: where it goes through the head.
+    on_host: kept in host memory, and not among all these.
     """
 
     outside: int
@@ -46,6 +47,7 @@ class Activations:
     inside: int
     loss: int
     head: int
+    on_host: int = 0
 
     @property
     def kept(self) -> int:
@@ -59,24 +61,33 @@ class Activations:
 
 
 def activations_of(
-    transformer: TransformerShape, batch: Batch, width: int, *, recompute: bool
+    transformer: TransformerShape,
+    batch: Batch,
+    width: int,
+    *,
+    recompute: bool,
+    on_host: bool = False,
 ) -> Activations:
     """What a model keeps for one backward.
 
     Args:
         width: bytes of the compute dtype.
         recompute: only the inputs of blocks are kept, and one block is computed again at a time.
+        on_host: they are in host memory: on the device is that of one block, and the next one's.
     """
     tokens, sequence, inside = batch.tokens, batch.sequence, 0
-    stacks = []
+    stacks, moved = [], 0
     for stack in transformer.stacks:
         saved = stack.saved.num_bytes(width, sequence)
-        stacks.append((stack.count, tokens * (stack.hidden * width if recompute else saved)))
+        kept = tokens * (stack.hidden * width if recompute else saved)
+        moved += stack.count * kept if on_host else 0
+        stacks.append((stack.count, 0 if on_host else kept))
         # Where attention writes its weights out, so do their gradients.
         matrix = 16 * stack.saved.positions * sequence
         norms = max(16 * stack.hidden, 8 * stack.normed)
         working = max(norms, 2 * width * stack.widest, matrix)
-        inside = max(inside, working + (saved if recompute else 0))
+        inputs = 2 * stack.hidden * width if on_host else 0
+        inside = max(inside, working + (saved if recompute else 0) + inputs)
     outside = transformer.outside.num_bytes(width, sequence) + INDICES
     logits = tokens * transformer.vocabulary
     # Logits, their logarithms, and two gradients of these.
@@ -87,4 +98,5 @@ def activations_of(
         inside=tokens * inside + width * logits,
         loss=loss * logits,
         head=2 * width * logits,
+        on_host=moved,
     )

@@ -161,7 +161,9 @@ def footnotes(plan: Plan) -> Iterator[str]:
     if any(row.memory.total < row.memory.sum for row in plan.rows):
         yield "All of it is less than the sum: gradients come as activations go."
     if any(row.way.recompute for row in plan.rows):
-        yield "*: activations of blocks are computed again in backward."
+        is_away = plan.options.checkpoint_activations == "host"
+        where = ", from inputs that wait in host memory" if is_away else ""
+        yield f"*: activations of blocks are computed again in backward{where}."
     yield from _notes_on_tiers(plan)
     if any(row.way.is_lean for row in plan.rows):
         yield '+: with master="bf16+16".'

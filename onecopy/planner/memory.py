@@ -71,7 +71,8 @@ class Memory:
     activations: None where the model's shape does not tell.
     at_peak: the same at the moment when their sum is largest.
     host, nvme: model states that lie in host memory and on NVMe, and not among all these.
-    staged: buffers in host memory for what is on its way, likewise.
+    staged: in host memory, likewise: buffers for what is on its way, and inputs of blocks that wait
+        there for backward.
     """
 
     parameters: int
@@ -162,7 +163,7 @@ def memory_of(
         at_peak=max(moments, key=lambda moment: sum(moment.values())),
         host=added((count, one.host) for count, one in states),
         nvme=added((count, one.nvme) for count, one in states),
-        staged=staged_bytes(units),
+        staged=staged_bytes(units) + (0 if activations is None else activations.on_host),
     )
 
 

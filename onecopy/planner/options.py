@@ -138,8 +138,8 @@ class PlanOptions:
         default="auto",
         metadata=describe(
             "compute activations again in backward instead of keeping them; auto does where they "
-            "would not fit",
-            choices=("auto", "on", "off"),
+            "would not fit, host keeps the inputs of blocks in host memory, too",
+            choices=("auto", "on", "host", "off"),
         ),
     )
     stage: int | str | None = field(

@@ -138,8 +138,9 @@ class Plan:
         """Every way to train on devices alone, for each stage the one that takes most first."""
         options = self.options
         stages = options.stages if options.stage is None else (options.stage,)
-        recompute = {"auto": (False, True), "on": (True,), "off": (False,)}
-        choices = recompute[options.checkpoint_activations]
+        choices = {"auto": (False, True), "off": (False,)}.get(
+            options.checkpoint_activations, (True,)
+        )
         if self.model.transformer is None and options.checkpoint_activations == "auto":
             # Nothing is known of activations, so nothing is known of what that would save.
             choices = (False,)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from onecopy.planner import estimate, papers
-from onecopy.planner.activations import Batch, activations_of
+from onecopy.planner.activations import Activations, Batch, activations_of
 from onecopy.planner.estimate import DiskTraffic, Elements
 from onecopy.planner.memory import Memory, Step, memory_of, moved_by, swapped_by
 from onecopy.planner.options import PlanOptions
-from onecopy.planner.shapes import ModelShape
+from onecopy.planner.shapes import ModelShape, TransformerShape
 from onecopy.planner.traffic import Sent, sent_by
 from onecopy.policies import Offload, Precision
 
@@ -220,6 +220,10 @@ class Question:
         memory = self.memory(way, self.shape)
         shape = self.shape.with_offload(way.offload)
         moved = moved_by(shape, way.stage, options.cluster, widths, options.accumulate)
+        if shape.transformer is not None:
+            kept = self._activations(way, shape.transformer, widths.compute)
+            # Down in forward, up in backward.
+            moved += 2 * options.accumulate * kept.on_host
         sent = sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate)
         swapped = swapped_by(shape, way.stage, options.cluster, widths, options.accumulate)
         return Row(
@@ -293,12 +297,19 @@ class Question:
         widths = estimate.widths_of(way.policy, self.options.optimizer_states)
         activations = None
         if shape.transformer is not None:
-            activations = activations_of(
-                shape.transformer, self.batch, widths.compute, recompute=way.recompute
-            )
+            activations = self._activations(way, shape.transformer, widths.compute)
         step = Step(backwards=self.options.accumulate, activations=activations)
         shape = shape.with_offload(way.offload)
         return memory_of(shape, way.stage, self.options.cluster, widths, step)
+
+    def _activations(self, way: Way, transformer: TransformerShape, width: int) -> Activations:
+        return activations_of(
+            transformer,
+            self.batch,
+            width,
+            recompute=way.recompute,
+            on_host=way.recompute and self.options.checkpoint_activations == "host",
+        )
 
     def fits(self, way: Way, num_blocks: int) -> bool:
         """Whether the model would fit with so many blocks."""

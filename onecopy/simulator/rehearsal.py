@@ -55,6 +55,11 @@ def rehearse(plan: Plan, model: Any, batch: str | None = None) -> Rehearsal:
     Raises:
         ConfigError: the model cannot be built or fed without values.
     """
+    if plan.options.checkpoint_activations == "host":
+        raise ConfigError(
+            "one memory is simulated, that of the device, and --checkpoint-activations host keeps "
+            "inputs of blocks in another one: say on"
+        )
     found = plan.recommended
     # One memory is followed: what goes to another one is not rehearsed.
     on_device = [one for one in plan.rows if one.way.tier == "device"]
