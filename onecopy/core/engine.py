@@ -6,6 +6,7 @@ makes sure that all ranks do the same, the units change their own state.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # Units that are read from disk before their turn (ZeRO-Infinity, section 6.2).
 FETCHED_AHEAD = 3
+# Values that are refreshed as codes at once.
+CODED_NUMEL = 1 << 24
 
 
 class Engine:
@@ -360,11 +363,21 @@ class Engine:
         if not chosen:
             return
         in_order = [*self.used, *(unit for unit in self.units if unit not in self.used)]
-        for unit in in_order:
-            if unit in chosen:
-                if unit.state is UnitState.GATHERING:
-                    unit.finish_gather()
-                unit.refresh()
+        # What is refreshed travels into its place. As codes it takes memory until it is there, and
+        # that must not grow with the model (C_B: ZeRO, section 6.2): the first are waited for.
+        is_coded, under_way, num_coded = self.collectives.quantizes_values, deque[Unit](), 0
+        for unit in (one for one in in_order if one in chosen):
+            if unit.state is UnitState.GATHERING:
+                unit.finish_gather()
+            unit.refresh()
+            if is_coded:
+                under_way.append(unit)
+                num_coded += unit.flat.numel()
+            while len(under_way) > 1 and num_coded > CODED_NUMEL:
+                first = under_way.popleft()
+                num_coded -= first.flat.numel()
+                if first.state is UnitState.GATHERING:
+                    first.finish_gather()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
