@@ -185,8 +185,8 @@ class SwapFolder:
             self.is_direct = can_be_direct(self._folder.path)
         except OSError as error:
             raise SwapError(
-                f"rank {rank} cannot keep states in {path}: {error.strerror or error}. Give "
-                "offload the path of a folder that is there and that its ranks may write to"
+                f"rank {rank} cannot keep states in {path}: {error.strerror or error}. "
+                "path= is a folder that is there, and that its ranks may write to"
             ) from error
         if not self.is_direct:
             _say_buffered(path)
