@@ -260,19 +260,25 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
     optimizer.zero_grad()
 
 
-def load(folder: str) -> dict[str, Tensor]:
-    """Plain layers, cut over the data ranks alone."""
-    model = MLP(None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    onecopy.shard(model, optimizer, stage=2)
-    onecopy.load(folder, model, optimizer)
-    step_once(model, optimizer, None)
-    return model.state_dict()
+def load(folder: str) -> list[dict[str, Tensor]]:
+    """Plain layers, cut over the data ranks alone, and a grid of one rank beside them."""
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp", "tp_row", "tp_column"))
+    found = []
+    for grid in (None, mesh["tp_row", "tp_column"]):
+        model = MLP(grid)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        onecopy.shard(model, optimizer, stage=2, mesh=mesh)
+        onecopy.load(folder, model, optimizer)
+        step_once(model, optimizer, None if grid is None else mesh)
+        values = model.state_dict().items()
+        found.append({name: one if grid is None else whole(one) for name, one in values})
+    return found
 
 
 def test_checkpoints_are_those_of_plain_linears(pool: Pool, tmp_path: Path) -> None:
     """Saved on a grid, weights and states go on in nn.Linear on two data parallel ranks."""
     expected = pool.run(4, save, str(tmp_path))[0]
-    for found in pool.run(2, load, str(tmp_path)):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for models in pool.run(2, load, str(tmp_path)):
+        for found in models:
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

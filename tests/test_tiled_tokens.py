@@ -17,8 +17,14 @@ import onecopy
 from onecopy.errors import ConfigError, ShardingError
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
-from onecopy.parallel import sequence_parallel, split_sequence, tile_modules, tiled_cross_entropy
-from tests import models
+from onecopy.parallel import (
+    sequence_parallel,
+    split_sequence,
+    tile_loss,
+    tile_modules,
+    tiled_cross_entropy,
+)
+from tests import hf_models, models
 from tests.pool import Pool
 from tests.runs import full_values
 from tests.test_sequence import build_hf, mean
@@ -327,34 +333,88 @@ def test_sharded_models(pool: Pool, kind: str, settings: dict[str, Any]) -> None
         assert found[2] == expected[2]
 
 
-def train_parts(tiles: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """A model of transformers on parts of sequences, whose logits nobody makes."""
+# Models of transformers --------------------------------------------------------------------------
+
+
+def train_parts(way: str, name: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A model of transformers on parts of sequences."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
-    model: Any = build_hf("llama")
+    model: Any = build_hf(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    onecopy.shard(model, optimizer, stage=3, mesh=mesh)
-    sequence_parallel(model.model, mesh)
-    if tiles:
+    if way == "tile_loss":
+        tile_loss(model, 4)
+    onecopy.shard(model, optimizer, stage=stage, mesh=mesh)
+    sequence_parallel(model.model if way == "by hand" else model, mesh)
+    if way != "plain":
         tile_modules(model, 5, modules="*.mlp")
     losses = []
-    loss_of = tiled_cross_entropy if tiles else plain_loss
     for step in range(2):
         tokens = models.batch("hf_llama", step, 0).tensors["tokens"][:, :6]
-        targets = F.pad(tokens, (0, 1), value=-100)[:, 1:]
-        targets = split_sequence(targets, mesh)
-        hidden = model.model(input_ids=tokens).last_hidden_state
-        loss = loss_of(hidden, model.lm_head, targets, tile_tokens=4)
-        (loss * onecopy.loss_weight(model, int((targets != -100).sum()))).backward()
+        labels = tokens.masked_fill(tokens % 5 == step, -100)
+        if way == "by hand":
+            targets = split_sequence(F.pad(labels, (0, 1), value=-100)[:, 1:], mesh)
+            hidden = model.model(input_ids=tokens).last_hidden_state
+            loss = tiled_cross_entropy(hidden, model.lm_head, targets, tile_tokens=4)
+            loss = loss * onecopy.loss_weight(model, int((targets != -100).sum()))
+        else:
+            output = model(input_ids=tokens, labels=labels)
+            loss = output.loss
+            assert (output.logits is None) == (way == "tile_loss")
+        loss.backward()
         losses.append(mean(loss))
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        assert model(input_ids=tokens).logits.shape[-1] == 101 or way == "by hand"
     return losses, full_values(model)
 
 
-def test_parts_of_sequences(pool: Pool) -> None:
-    for plain, tiled in zip(
-        pool.run(2, train_parts, False), pool.run(2, train_parts, True), strict=True
-    ):
-        torch.testing.assert_close(torch.tensor(tiled[0]), torch.tensor(plain[0]))
-        for name, value in plain[1].items():
-            torch.testing.assert_close(tiled[1][name], value, rtol=2e-5, atol=2e-6, msg=name)
+def train_ways(ways: list[str], name: str, stage: int) -> list[tuple[list[float], Any]]:
+    return [train_parts(way, name, stage) for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "ways"),
+    [("llama", 3, ["plain", "by hand", "tile_loss"]), ("gpt2", 2, ["plain", "tile_loss"])],
+)
+def test_models_of_transformers(pool: Pool, name: str, stage: int, ways: list[str]) -> None:
+    """On parts of sequences whose numbers of labels differ."""
+    for plain, *others in pool.run(2, train_ways, ways, name, stage):
+        for other in others:
+            torch.testing.assert_close(torch.tensor(other[0]), torch.tensor(plain[0]))
+            for key, value in plain[1].items():
+                torch.testing.assert_close(other[1][key], value, rtol=2e-5, atol=2e-6, msg=key)
+
+
+def test_tile_loss_makes_no_logits() -> None:
+    tokens = torch.arange(8 * 16).view(8, 16) % 101
+    largest, values = [], []
+    for tiles in (False, True):
+        model: Any = build_hf("llama")
+        if tiles:
+            tile_loss(model, 8)
+            model = copy.deepcopy(model)
+        with LiveTensors() as live:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        largest.append(live.largest_bytes)
+        values.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*values, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+    assert largest[0] >= 8 * 16 * 101 * 4 > largest[1]
+
+
+def test_tile_loss_refuses_what_it_cannot_give() -> None:
+    sizes = {"vocab_size": 101, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    capped: Any = hf_models._hf("Gemma2ForCausalLM", "Gemma2Config", **sizes, **heads)
+    tile_loss(capped, 8)
+    tokens, head = torch.arange(6)[None], capped.lm_head
+    with pytest.raises(ShardingError, match="the model calls div on its logits before"):
+        capped(input_ids=tokens, labels=tokens)
+    assert capped.lm_head is head and capped(input_ids=tokens).logits.shape == (1, 6, 101)
+    with pytest.raises(ShardingError, match="is tiled already"):
+        tile_loss(capped)
+    for wrong in (hf_models.bert(), nn.Linear(2, 2)):
+        with pytest.raises(ShardingError, match=r"has not the loss|is no model of transformers"):
+            tile_loss(wrong)

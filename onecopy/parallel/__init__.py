@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onecopy.parallel.tied import tie as tie
     from onecopy.parallel.tiled import tile_modules as tile_modules
     from onecopy.parallel.tiled import tiled_cross_entropy as tiled_cross_entropy
+    from onecopy.parallel.tiled_loss import tile_loss as tile_loss
 
 _WHERE = {
     "Parts": "onecopy.parallel.parts",
@@ -29,6 +30,7 @@ _WHERE = {
     "sequence_parallel": "onecopy.parallel.huggingface",
     "split_sequence": "onecopy.parallel.sequence",
     "tie": "onecopy.parallel.tied",
+    "tile_loss": "onecopy.parallel.tiled_loss",
     "tile_modules": "onecopy.parallel.tiled",
     "tiled_cross_entropy": "onecopy.parallel.tiled",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "sequence_parallel",
     "split_sequence",
     "tie",
+    "tile_loss",
     "tile_modules",
     "tiled_cross_entropy",
 ]

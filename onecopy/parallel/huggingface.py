@@ -22,7 +22,7 @@ from onecopy.parallel.sequence import attention, position_ids, split_sequence
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SequenceParallel", "sequence_parallel"]
+__all__ = ["SequenceParallel", "arguments_of", "model_of_transformers", "sequence_parallel"]
 
 # Inputs with one entry for each token.
 TOKENS = ("input_ids", "inputs_embeds")
@@ -79,8 +79,8 @@ def sequence_parallel(model: nn.Module, group: DeviceMesh | dist.ProcessGroup) -
         MismatchError: in forward: ranks were given different batches.
     """
     ranks = group_of(group)
-    inner = _model_of_transformers(model)
-    config = inner.config
+    inner = model_of_transformers(model)
+    _check_attention(inner)
     # Of the parts that forwards have had: what has another length has not been cut.
     lengths: set[int] = set()
     attend = _attention(group, weakref.ref(model), lengths)
@@ -89,30 +89,35 @@ def sequence_parallel(model: nn.Module, group: DeviceMesh | dist.ProcessGroup) -
     attentions.register(name, attend)
     masks = import_module("transformers.masking_utils")
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, _whole_mask(masks.sdpa_mask, ranks.size))
-    before: str = config._attn_implementation
+    before: str = inner.config._attn_implementation
     inner.set_attn_implementation(name)
     cut = _cutting(group, ranks.size, lengths)
     hook = inner.register_forward_pre_hook(cut, with_kwargs=True)
     return SequenceParallel(inner, before, hook)
 
 
-def _model_of_transformers(model: nn.Module) -> Any:
-    """The outermost model of transformers in it, of a kind that this works for."""
+def model_of_transformers(model: nn.Module) -> Any:
+    """The outermost model of transformers in it.
+
+    Raises:
+        ShardingError: there is none, or not transformers.
+    """
+    remedy = (
+        "In a model of your own call onecopy.parallel.attention in the place of torch's "
+        "scaled_dot_product_attention, cut its inputs with onecopy.parallel.split_sequence, and "
+        "compute its loss by onecopy.parallel.tiled_cross_entropy"
+    )
     try:
         kind: Any = import_module("transformers").PreTrainedModel
     except ImportError as error:
-        raise ShardingError(
-            "sequence_parallel is for models of transformers, which is not installed. In a model "
-            "of your own call onecopy.parallel.attention in the place of torch's function, and cut "
-            "its inputs with onecopy.parallel.split_sequence"
-        ) from error
+        raise ShardingError(f"transformers is not installed. {remedy}") from error
     inner = next((one for one in handle.inner(model).modules() if isinstance(one, kind)), None)
     if inner is None:
-        raise ShardingError(
-            f"{type(model).__name__} is no model of transformers: call "
-            "onecopy.parallel.attention in the place of torch's scaled_dot_product_attention, and "
-            "cut its inputs with onecopy.parallel.split_sequence"
-        )
+        raise ShardingError(f"{type(model).__name__} is no model of transformers. {remedy}")
+    return inner
+
+
+def _check_attention(inner: Any) -> None:
     if inner.config.is_encoder_decoder:
         raise ShardingError(
             f"{type(inner).__name__} has an encoder and a decoder, whose sequences are not cut "
@@ -123,7 +128,6 @@ def _model_of_transformers(model: nn.Module) -> Any:
             f"{type(inner).__name__} does not compute its attention by torch's "
             "scaled_dot_product_attention, or not by a function that can be chosen by name"
         )
-    return inner
 
 
 def _attention(
@@ -188,7 +192,7 @@ def _cutting(
 
     def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = inspect.signature(module.forward)
-        given = _flat(signature, signature.bind(*args, **kwargs).arguments)
+        given = arguments_of(module, args, kwargs)
         _check_inputs(given)
         if given.get("labels") is not None:
             _set_labels(module, given, size)
@@ -212,10 +216,13 @@ def _cutting(
     return cut
 
 
-def _flat(signature: inspect.Signature, bound: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, those of **kwargs among them."""
+def arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a forward is called with, by name; those of its **kwargs among them."""
+    signature = inspect.signature(module.forward)
     flat: dict[str, Any] = {}
-    for name, value in bound.items():
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
         is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
         flat |= value if is_rest else {name: value}
     return flat
@@ -254,7 +261,8 @@ def _set_labels(module: Any, given: dict[str, Any], size: int) -> None:
     the mean over the ranks is then the sum over the number.
     """
     losses = import_module("transformers.loss.loss_utils")
-    if module.loss_function is not losses.ForCausalLMLoss:
+    # That of tile_loss says that it stands for it.
+    if inspect.unwrap(module.loss_function) is not losses.ForCausalLMLoss:
         raise ShardingError(
             f"{type(module).__name__} does not compute the loss of a causal language model: leave "
             "out the labels, and compute the loss of this rank's logits with "
