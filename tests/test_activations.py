@@ -332,6 +332,53 @@ def test_caches_are_left_out() -> None:
         blocks[0](x, past=Cache(), use_cache=True)
 
 
+class Shared(nn.Module):
+    """Blocks that get a part of a parameter of somebody else's, and that parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(_Lent() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.outside.weight.t(), bias=self.outside.bias)
+        return x.square().mean()
+
+
+class _Lent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lent: torch.Tensor, *, bias: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x) @ lent + bias)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_among_the_arguments(stage: int) -> None:
+    """Their memory is the engine's, which gives it back in between: they are not moved."""
+    found = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Shared()
+        optimizer, events = torch.optim.SGD(model.parameters(), lr=0.1), list[Event]()
+        onecopy.shard(model, optimizer, stage=stage)
+        if is_checkpointed:
+            onecopy.checkpoint_activations(model, "host")
+        onecopy.events.add_sink(model, events.append)
+        for _ in range(3):
+            model(torch.ones(2, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(list(runs.full_values(model).values()))
+        # The first block's other input needs no gradient.
+        kept = [one.unit for one in events if one.kind == "keep"]
+        assert kept == ["blocks.1", "blocks.2"] * 3 * is_checkpointed
+        onecopy.unshard(model)
+    assert same(*found)
+
+
 # What is kept ----------------------------------------------------------------------------------
 
 
@@ -481,9 +528,9 @@ def test_inputs_that_are_changed() -> None:
     assert torch.equal(got[0], want)
 
 
-def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_or_a_host_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the module, the rank and what to do."""
-    from onecopy.memory import swap_files
+    from onecopy.memory import places, swap_files
 
     model = models.build("gpt")
     onecopy.checkpoint_activations(model, **settings("nvme", tmp_path))
@@ -492,12 +539,19 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
+    def fail_to_map(num_bytes: int) -> torch.Tensor:
+        raise MemoryError(f"{num_bytes} bytes")
+
     monkeypatch.setattr(swap_files.DirectFile, "read", fail)
     with pytest.raises(ActivationError, match=r"rank 0 cannot fetch the input of blocks.0 .*nvme"):
         loss.backward()
     monkeypatch.setattr(swap_files.DirectFile, "reserve", fail)
     onecopy.checkpoint_activations(model, **settings("nvme", tmp_path))
     with pytest.raises(ActivationError, match=r"rank 0 cannot keep the input of .*Make ro"):
+        models.loss(model, models.batch("gpt", 0, 0))
+    monkeypatch.setattr(places, "host_memory", fail_to_map)
+    onecopy.checkpoint_activations(model, "host")
+    with pytest.raises(ActivationError, match=r"blocks.0 \(on host\): 16777216 bytes. Fewer tok"):
         models.loss(model, models.batch("gpt", 0, 0))
 
 

@@ -210,8 +210,9 @@ class _Forward:
         arguments = _Arguments(*self._without_caches(args, kwargs))
         # What is called again later must not hold them.
         states = arguments.take_states()
+        given = states or arguments.others
         with self.keeper.keeping(self._name, self._number, states):
-            return checkpoint(_Call(self._alive, plain, arguments), *states, use_reentrant=False)
+            return checkpoint(_Call(self._alive, plain, arguments), *given, use_reentrant=False)
 
     def _without_caches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -276,9 +277,14 @@ class _Arguments:
     """What a module was called with: hidden states apart from all the rest.
 
     Hidden states are tensors that need a gradient and are no parameters, each of them once.
+
+    Attributes:
+        others: all other tensors. torch learns from what it is given on which device random numbers
+            are drawn, so without hidden states it is given these.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.others: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         places: dict[int, int] = {}
         self._args = [self._without_states(one, places) for one in args]
@@ -304,6 +310,7 @@ class _Arguments:
         def hole(one: torch.Tensor) -> torch.Tensor:
             if not one.requires_grad or isinstance(one, nn.Parameter):
                 found.append(None)
+                self.others.append(one)
                 return one
             number = places.setdefault(id(one), len(self._states))
             if number == len(self._states):

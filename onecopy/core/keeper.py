@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,7 @@ class Keeper:
                 changed one.
         """
         outer, policy = innermost_hooks(), self.policy
-        if not is_only_watched(outer):
+        if not tensors or not is_only_watched(outer):
             yield
             return
         if policy.place == "device" and self._group is None:
@@ -176,7 +176,8 @@ class Keeper:
             kept = self._place(local.device).keep(part, inputs.name)
         self._report("keep", inputs.name, part.nbytes, self.policy.place)
         self._report_wait("keep", inputs.name, began)
-        return _KeptTensor(self, inputs, kept, group, dense, tensor, part.nbytes)
+        form = _Form(dense.size(), dense.stride(), part.nbytes, getattr(tensor, "_spec", None))
+        return _KeptTensor(self, inputs, kept, form, group)
 
     def _place(self, device: torch.device) -> Place:
         place = self._places.get(device)
@@ -236,7 +237,7 @@ class Keeper:
         """It begins to come back."""
         source = one.kept.source
         if source != "device":
-            self._report("fetch", one.inputs.name, one.num_bytes, source)
+            self._report("fetch", one.inputs.name, one.form.num_bytes, source)
         with self._explained(one.inputs.name, "fetch"):
             one.kept.start_fetch()
 
@@ -277,23 +278,30 @@ class _Inputs:
                 one.start()
 
 
-class _KeptTensor:
-    """A tensor that waits, and how to make it again. What it takes goes with it."""
+class _Form(NamedTuple):
+    """How to make a tensor of its values.
 
-    def __init__(  # noqa: PLR0913
-        self,
-        keeper: Keeper,
-        inputs: _Inputs,
-        kept: Kept,
-        group: Group | None,
-        dense: torch.Tensor,
-        original: torch.Tensor,
-        num_bytes: int,
+    size, stride: of the tensor, or of the one inside a DTensor. num_bytes: that this rank keeps.
+    spec: of a DTensor.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    num_bytes: int
+    spec: DTensorSpec | None
+
+
+class _KeptTensor:
+    """A tensor that waits. What it takes goes with it.
+
+    group: the ranks that each have a part of it; None where it is whole here.
+    """
+
+    def __init__(
+        self, keeper: Keeper, inputs: _Inputs, kept: Kept, form: _Form, group: Group | None
     ) -> None:
-        self.inputs, self.kept, self.group, self.num_bytes = inputs, kept, group, num_bytes
+        self.inputs, self.kept, self.form, self.group = inputs, kept, form, group
         self._keeper = keeper
-        self._size, self._stride = dense.size(), dense.stride()
-        self._spec: DTensorSpec | None = getattr(original, "_spec", None)
         # Once it was there nobody is expected to want it again.
         self._is_awaited, self._is_coming = True, False
         inputs.add(self)
@@ -309,13 +317,20 @@ class _KeptTensor:
         self._is_awaited = True
         self.inputs.ask()
         with torch.no_grad():
-            values = self._keeper.bring(self).as_strided(self._size, self._stride)
+            values = self._keeper.bring(self).as_strided(self.form.size, self.form.stride)
         self._is_awaited = self._is_coming = False
-        if self._spec is None:
+        if self.form.spec is None:
             return values
         from torch.distributed.tensor import DTensor
 
-        return DTensor(values, self._spec, requires_grad=False)
+        return DTensor(values, self.form.spec, requires_grad=False)
+
+
+class _Stayed(NamedTuple):
+    """A tensor that stays as it is, and its version: with hooks torch does not look at that."""
+
+    tensor: torch.Tensor
+    version: int
 
 
 class _Hooks:
@@ -327,15 +342,22 @@ class _Hooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         kept = self._keeper.keep(tensor, self.inputs)
-        if kept is not None or self._outer is None:
-            return tensor if kept is None else kept
-        return self._outer[0](tensor)
+        if kept is None and self._outer is None:
+            return _Stayed(tensor.detach(), tensor._version)
+        return self._outer[0](tensor) if kept is None else kept
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _KeptTensor):
             return packed.fetch()
-        tensor: torch.Tensor = packed if self._outer is None else self._outer[1](packed)
-        return tensor
+        if not isinstance(packed, _Stayed):
+            tensor: torch.Tensor = self._outer[1](packed)
+            return tensor
+        if packed.tensor._version != packed.version:
+            raise ActivationError(
+                f"an input of {self.inputs.name} has been modified by an inplace operation since "
+                "it was kept: let that work on a copy"
+            )
+        return packed.tensor
 
 
 def _group_of(policy: Activations) -> Group | None:

@@ -42,6 +42,8 @@ def train(policy: dict[str, Any] | None, stage: int) -> tuple[list[torch.Tensor]
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
     model = nn.Sequential(nn.Linear(16, WIDTH), blocks, nn.Linear(WIDTH, 1)).to(device)
+    # The first block gets what needs no gradient, and draws the same random numbers all the same.
+    model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     onecopy.shard(model, optimizer, stage=stage)
     if policy is not None:
