@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from onecopy.planner import estimate
 from onecopy.planner.memory import KINDS
+from onecopy.planner.model_parallel import pipeline_elements, tensor_elements
 from onecopy.planner.recommend import PLACES, seconds
 from onecopy.planner.sizes import shown
 from onecopy.report.amounts import amount, unit_for
@@ -54,9 +56,17 @@ def heading(plan: Plan) -> str:
     name = plan.model.name
     size = name if name.endswith("parameters") else f"{name}, {shown(numel)} parameters"
     devices = "1 device" if options.devices == 1 else f"{options.devices:,} devices"
-    nodes = options.devices // options.cluster.devices_per_node
+    nodes = options.devices // options.per_node
     if nodes > 1:
         devices += f" in {nodes:,} nodes"
+    if options.model_parallel > 1:
+        sizes = {
+            "pipeline stages": options.pipeline,
+            "data parallel": options.cluster.devices,
+            "tensor parallel": options.tensor,
+        }
+        spread = " x ".join(f"{size:,} {name}" for name, size in sizes.items() if size > 1)
+        devices += f", {spread}"
     samples = f"{batch.samples} x {batch.sequence:,} tokens at a time"
     if batch.backwards > 1:
         samples += f", {batch.backwards} times a step"
@@ -110,7 +120,7 @@ def _lines(plan: Plan, rows: tuple[Row, ...], tier: str) -> Iterator[Line]:
         yield line("read a step from NVMe", lambda row: row.swapped.read)
         yield line("written a step to NVMe", lambda row: row.swapped.written)
     yield from _lines_of_time(rows)
-    if plan.options.devices > 1:
+    if plan.options.cluster.devices > 1:
         yield line("sent a step inside nodes", lambda row: row.sent.inside)
         yield line("sent a step across nodes", lambda row: row.sent.across)
     yield Line("largest model that fits", tuple(map(_largest, rows)))
@@ -167,10 +177,43 @@ def footnotes(plan: Plan) -> Iterator[str]:
     yield from _notes_on_tiers(plan)
     if any(row.way.is_lean for row in plan.rows):
         yield '+: with master="bf16+16".'
+    yield from _notes_on_parts(plan)
     if plan.options.checkpoint_activations == "auto" and any(row.largest for row in plan.rows):
         yield "Largest model: more blocks like these, their activations computed again."
     for note in plan.notes:
         yield f"{note[0].upper()}{note[1:]}."
+
+
+def _notes_on_parts(plan: Plan) -> Iterator[str]:
+    """What tensor parallel ranks and pipeline stages send, which the table has no line for."""
+    options, transformer = plan.options, plan.model.transformer
+    if options.model_parallel == 1:
+        return
+    yield (
+        "Each rank's part of the model: its parameters over the tensor parallel ranks, the blocks "
+        "over the pipeline stages, of which the fullest is shown."
+    )
+    if transformer is None:
+        return
+    batch, width = plan.question.batch, estimate.widths_of(options.policy, 0).compute
+    if options.tensor > 1:
+        is_again = any(row.way.recompute for row in plan.rows)
+        elements = tensor_elements(transformer, batch.tokens, recompute=is_again)
+        share = batch.backwards * (options.tensor - 1) / (options.tensor * options.pipeline)
+        yield _also_sent("tensor parallelism", "in all-reduces", width * elements * share)
+    if options.pipeline > 1:
+        num_bytes = width * batch.backwards * pipeline_elements(transformer, batch.tokens)
+        yield _also_sent("a pipeline stage", "to its neighbours", num_bytes)
+        if batch.backwards > 1:
+            yield (
+                "Each micro-batch gathers and reduces here; onecopy.parallel.micro_batches lets "
+                "those of a step share that."
+            )
+
+
+def _also_sent(who: str, how: str, num_bytes: float) -> str:
+    unit = unit_for(num_bytes)
+    return f"Beside what is sent there, {who} sends {amount(num_bytes, unit)} {unit} a step {how}."
 
 
 def _notes_on_tiers(plan: Plan) -> Iterator[str]:

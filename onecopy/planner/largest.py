@@ -8,7 +8,7 @@ activations computed again in backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onecopy.errors import ConfigError
@@ -28,10 +28,12 @@ SMALLEST = 1_000_000
 PARTS = 1000
 
 # Stage and offload of the strategies that this library has.
+THREE_D = "3D parallel"
 WAYS = {
     "data parallel": (0, None),
     "ZeRO-2": (2, None),
     "ZeRO-Offload": (2, HOST),
+    THREE_D: (1, None),
     "ZeRO-3": (3, None),
     "ZeRO-Infinity, host": (3, ALL_HOST),
     "ZeRO-Infinity, NVMe": (3, ALL_NVME),
@@ -43,15 +45,16 @@ class Largest:
     """What one strategy can train.
 
     states: parameters whose states alone fit, as the papers count them; None where the capacity of
-        a tier is not said. way: how it is done here; None where it is not. here: parameters of the
-        largest model that fits; None where that is not known, 0 where none does.
-    limit: what is full.
+        a tier is not said. way: how it is done here. here: parameters of the largest model that
+        fits; None where that is not known, 0 where none does.
+    limit: what is full. options: the circumstances, with the ranks that share a copy of the model.
     """
 
     strategy: Strategy
     states: float | None
-    way: Way | None
+    way: Way
     here: int | None
+    options: PlanOptions
     limit: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -61,24 +64,27 @@ class Largest:
             "states_alone": self.states,
             "here": self.here,
             "full": self.limit or None,
-            "settings": None if self.way is None else self.call,
+            "settings": self.call,
         }
 
     @property
     def words(self) -> str:
-        """Stage and tier."""
-        if self.way is None:
-            return "-"
+        """Stage and tier, and over how many ranks a copy of the model is spread."""
         tier = "" if self.way.tier == "device" else f" {self.way.tier}"
-        return f"{self.way.stage}{tier}"
+        return f"{self.way.stage}{tier}" + "".join(
+            f", {name} {size}" for name, size in self._spread.items()
+        )
+
+    @property
+    def _spread(self) -> dict[str, int]:
+        sizes = {"pp": self.options.pipeline, "tp": self.options.tensor}
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def call(self) -> str:
         """The settings of `shard`."""
-        if self.way is None:
-            return "-"
         offload = "" if self.way.offload is None else f", offload={self.way.offload.written()}"
-        return f"stage={self.way.stage}{offload}"
+        return f"stage={self.way.stage}{offload}" + (", mesh=mesh" if self._spread else "")
 
 
 def largest_models(**settings: Any) -> tuple[Largest, ...]:
@@ -99,24 +105,29 @@ def largest_models(**settings: Any) -> tuple[Largest, ...]:
         )
     machine = Machine(
         devices=options.devices,
-        nodes=options.devices // options.cluster.devices_per_node,
+        nodes=options.devices // options.per_node,
         device=options.capacity,
         host=options.capacity_of("host"),
         nvme=options.capacity_of("nvme"),
+        model_parallel=options.model_parallel,
     )
     return tuple(_largest(strategy, machine, options) for strategy in STRATEGIES)
 
 
 def _largest(strategy: Strategy, machine: Machine, options: PlanOptions) -> Largest:
     states = strategy.largest(machine)
-    if strategy.name not in WAYS:
-        return Largest(strategy=strategy, states=states, way=None, here=None)
     stage, offload = WAYS[strategy.name]
     way = Way(stage=stage, policy=options.policy, recompute=True, offload=offload)
+    if strategy.name == THREE_D and options.pipeline == 1:
+        # As is usual: layers within nodes, blocks over nodes.
+        tensor = options.tensor if options.tensor > 1 else options.per_node
+        pipeline = options.devices // max(tensor, options.per_node)
+        options = replace(options, tensor=tensor, pipeline=pipeline)
+    found = Largest(strategy=strategy, states=states, way=way, here=None, options=options)
     if states is None:
-        return Largest(strategy=strategy, states=states, way=way, here=None)
+        return found
     here, limit = _search(way, options)
-    return Largest(strategy=strategy, states=states, way=way, here=here, limit=limit)
+    return replace(found, here=here, limit=limit)
 
 
 def _search(way: Way, options: PlanOptions) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ class PlanOptions:
     devices_per_node: int | None = field(
         default=None,
         metadata=describe("devices in one node; without it 8, or all where there are fewer"),
+    )
+    tensor: int = field(
+        default=1,
+        metadata=describe(
+            "tensor parallel ranks that share each layer; neighbours, so as far as there are as "
+            "many, they are in one node"
+        ),
+    )
+    pipeline: int = field(
+        default=1, metadata=describe("pipeline stages that share the blocks of the model")
     )
     device_memory: str = field(
         default="80GB",
@@ -166,7 +177,7 @@ class PlanOptions:
             check_choices(checked)
         else:
             check_choices(self)
-        per_node = self.cluster.devices_per_node
+        per_node = self.per_node
         if per_node > self.devices:
             raise ConfigError(
                 f"--devices-per-node is {per_node}, but --devices, over all nodes, is "
@@ -177,6 +188,12 @@ class PlanOptions:
                 f"--devices is {self.devices} with {per_node} devices in a node, which leaves a "
                 f"node with {self.devices % per_node}: say --devices-per-node too, a divisor of "
                 f"{self.devices}."
+            )
+        if self.devices % self.model_parallel:
+            raise ConfigError(
+                f"--devices is {self.devices}, which --tensor {self.tensor} times --pipeline "
+                f"{self.pipeline} does not divide: each copy of the model takes "
+                f"{self.model_parallel} devices"
             )
         bytes_of(self.device_memory)
         for size in (self.host_memory, self.nvme):
@@ -192,10 +209,25 @@ class PlanOptions:
             )
 
     @property
+    def per_node(self) -> int:
+        """Devices in one node."""
+        return self.devices_per_node or min(self.devices, NODE)
+
+    @property
+    def model_parallel(self) -> int:
+        """Devices that share one copy of the model by other means than ZeRO."""
+        return self.tensor * self.pipeline
+
+    @property
     def cluster(self) -> Cluster:
-        """How many ranks there are."""
-        per_node = self.devices_per_node or min(self.devices, NODE)
-        return Cluster(devices=self.devices, devices_per_node=per_node)
+        """The data-parallel ranks, over which ZeRO cuts, and how many of them share a node.
+
+        Tensor parallel ranks are neighbours, then come data-parallel ones.
+        """
+        ranks = self.devices // self.model_parallel
+        in_node = gcd(max(1, self.per_node // self.tensor), ranks)
+        per_node = self.per_node if self.model_parallel == 1 else in_node
+        return Cluster(devices=ranks, devices_per_node=per_node)
 
     @property
     def stages(self) -> tuple[int | str, ...]:
@@ -285,6 +317,8 @@ class CommandOptions(PlanOptions):
 _LEAST: dict[str, float] = {
     "devices": 1,
     "devices_per_node": 1,
+    "tensor": 1,
+    "pipeline": 1,
     "sequence": 1,
     "micro_batch": 1,
     "accumulate": 1,

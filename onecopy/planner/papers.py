@@ -155,7 +155,8 @@ def efficiency(intensity: float, bandwidth: float, peak: float = 70e12) -> float
 class Machine:
     """Capacities in bytes: of one device, and of the host and the drives of one node.
 
-    None where one is not known.
+    None where one is not known. model_parallel: devices that share a copy of the model by other
+    means than ZeRO.
     """
 
     devices: int
@@ -163,6 +164,7 @@ class Machine:
     device: float
     host: float | None = None
     nvme: float | None = None
+    model_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,9 @@ class Strategy:
         """Parameters whose states alone fill the first tier; None where its size is not known."""
         limits: list[float] = []
         if self.whole or self.cut:
-            limits.append(machine.device / (self.whole + self.cut / machine.devices))
+            degree = machine.model_parallel
+            each = self.whole + self.cut * degree / machine.devices
+            limits.append(degree * machine.device / each)
         for width, capacity in ((self.host, machine.host), (self.nvme, machine.nvme)):
             if width and capacity is None:
                 return None

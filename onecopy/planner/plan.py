@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from onecopy.config import STAGES
+from onecopy.errors import ConfigError
 from onecopy.planner.estimate import row_of
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.recommend import Recommendation, advice_for, recommend
@@ -38,15 +39,20 @@ def plan(model: Any, **settings: Any) -> Plan:
             folder with one, "module:function" (called on the meta device), a config object of
             transformers, a module, or a function that returns one.
         settings: fields of `onecopy.planner.options.PlanOptions`: devices, devices_per_node,
-            device_memory, host_memory, nvme, nvme_read, nvme_write, host_link, node_link, network,
-            device_tflops, sequence, micro_batch, accumulate, optimizer, precision,
-            checkpoint_activations, stage, layers, hidden.
+            tensor, pipeline, device_memory, host_memory, nvme, nvme_read, nvme_write, host_link,
+            node_link, network, device_tflops, sequence, micro_batch, accumulate, optimizer,
+            precision, checkpoint_activations, stage, layers, hidden.
 
     Raises:
         ConfigError: the model cannot be found or built, or a setting does not fit.
     """
     options = PlanOptions.make(settings)
     shape, origin = read_model(model, options)
+    if options.pipeline > max(shape.num_blocks, 1):
+        raise ConfigError(
+            f"--pipeline {options.pipeline}, but {shape.name} has {shape.num_blocks} blocks that "
+            "are alike, which are what pipeline stages share: say fewer"
+        )
     return Plan(question=Question(shape, options), origin=origin)
 
 

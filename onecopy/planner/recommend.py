@@ -16,7 +16,7 @@ from fractions import Fraction
 from onecopy.config import STAGES, Config
 from onecopy.planner.cluster import Cluster
 from onecopy.planner.memory import KINDS
-from onecopy.planner.options import IN_NODES, OPTIMIZERS
+from onecopy.planner.options import IN_NODES, OPTIMIZERS, PlanOptions
 from onecopy.planner.rows import NVME_PATH, Outside, Question, Row
 from onecopy.planner.sized import row_for
 from onecopy.planner.sources import Origin
@@ -141,7 +141,8 @@ def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[st
         )
     if "fused" in OPTIMIZERS[options.optimizer][1]:
         yield "fused=True: the optimizer's step makes no temporary tensors"
-    yield "init_sharded: no process builds the whole model, values are made unit by unit"
+    if options.model_parallel == 1:
+        yield "init_sharded: no process builds the whole model, values are made unit by unit"
 
 
 OPTION = {"host": "--host-memory", "nvme": "--nvme"}
@@ -292,7 +293,7 @@ def _enough_devices(question: Question, row: Row) -> int | None:
     devices = options.devices
     for _ in range(8):
         devices *= 2
-        per_node = options.cluster.devices_per_node
+        per_node = options.per_node
         more = replace(options, devices=devices, devices_per_node=per_node)
         other = Question(question.shape, more)
         if other.fits_all(other.memory(row.way, question.shape)):
@@ -312,9 +313,9 @@ if torch.accelerator.is_available():
 
 def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
     """A script that runs under torchrun, up to the training loop."""
-    cluster = question.options.cluster
-    nodes = cluster.devices // cluster.devices_per_node
-    launch = f"torchrun --nproc-per-node={cluster.devices_per_node} train.py"
+    options = question.options
+    nodes = options.devices // options.per_node
+    launch = f"torchrun --nproc-per-node={options.per_node} train.py"
     if nodes > 1:
         launch = launch.replace("torchrun", f"torchrun --nnodes={nodes}")
     third = [line for line in origin.imports if line.startswith("from ")]
@@ -323,7 +324,10 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
     again = [f"onecopy.checkpoint_activations(model{place})"] if row.way.recompute else []
     if again and origin.is_hugging_face:
         again.insert(0, "model.config.use_cache = False")
-    optimizer = OPTIMIZERS[question.options.optimizer][1]
+    optimizer = OPTIMIZERS[options.optimizer][1]
+    is_spread = options.model_parallel > 1
+    if is_spread:
+        third.append("from torch.distributed.device_mesh import init_device_mesh")
     return "\n".join(
         [
             f"# {launch}" + (" on each node" if nodes > 1 else ""),
@@ -336,15 +340,35 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
             "import onecopy",
             "",
             DEVICE,
-            "with onecopy.init_sharded():",
-            f"    model = {origin.build}",
+            *(_part(options, origin) if is_spread else _whole(origin)),
             *again,
             f"optimizer = torch.optim.{optimizer}",
             *_where(config),
-            *_call(config),
+            *_call(config, ["mesh=mesh"] if is_spread else []),
             "",
         ]
     )
+
+
+def _whole(origin: Origin) -> list[str]:
+    return ["with onecopy.init_sharded():", f"    model = {origin.build}"]
+
+
+def _part(options: PlanOptions, origin: Origin) -> list[str]:
+    """The mesh, and what each rank has of the model."""
+    sizes = {"pp": options.pipeline, "dp": options.cluster.devices, "tp": options.tensor}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+    shape, names = ", ".join(map(str, kept.values())), json.dumps(list(kept))
+    lines = [
+        'device = torch.accelerator.current_accelerator() or torch.device("cpu")',
+        f"mesh = init_device_mesh(device.type, [{shape}], mesh_dim_names={names})",
+        f"model = {origin.build}",
+    ]
+    if options.pipeline > 1:
+        lines.append('# of it the blocks of stage mesh["pp"].get_local_rank() (docs/pipelines.md)')
+    if options.tensor > 1:
+        lines.append('# parallelize_module(model, mesh["tp"], ...) (docs/tensor-parallel.md)')
+    return lines
 
 
 def _where(config: Config) -> list[str]:
@@ -354,10 +378,10 @@ def _where(config: Config) -> list[str]:
     return []
 
 
-def _call(config: Config) -> list[str]:
+def _call(config: Config, more: list[str]) -> list[str]:
     """The call of shard, in as many lines as it needs."""
     stage, precision = json.dumps(config.stage), _written(config.precision_policy)
-    settings = [f"stage={stage}", f"precision={precision}"]
+    settings = [f"stage={stage}", f"precision={precision}", *more]
     if isinstance(config.offload, Offload):
         settings.append(f"offload={config.offload.written()}")
     arguments = ["model", "optimizer", *settings]

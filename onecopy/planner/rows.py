@@ -14,6 +14,7 @@ from onecopy.planner import estimate, papers
 from onecopy.planner.activations import Activations, Batch, activations_of
 from onecopy.planner.estimate import DiskTraffic, Elements
 from onecopy.planner.memory import Memory, Step, memory_of, moved_by, swapped_by
+from onecopy.planner.model_parallel import parts_of
 from onecopy.planner.options import PlanOptions
 from onecopy.planner.shapes import ModelShape, TransformerShape
 from onecopy.planner.traffic import Sent, sent_by
@@ -203,7 +204,7 @@ class Question:
 
     def row(self, way: Way) -> Row:
         """What a way takes."""
-        options, devices = self.options, self.options.devices
+        options, devices = self.options, self.options.cluster.devices
         widths = estimate.widths_of(way.policy, options.optimizer_states)
         node_size = options.cluster.devices_per_node
         elements = estimate.elements_in_hops(
@@ -213,18 +214,21 @@ class Question:
         if widths.compute < estimate.FP32.compute:
             # The paper's K: the fp32 master and the optimizer's fp32 states.
             states = 4 + 4 * options.optimizer_states
-            numel = self.shape.num_parameters
+            numel = -(-self.shape.num_parameters // options.model_parallel)
             paper = estimate.paper_state_bytes(
                 way.stage, numel, devices, states, node_size=node_size
             )
         memory = self.memory(way, self.shape)
-        shape = self.shape.with_offload(way.offload)
+        # Of one micro-batch: what moves does so once for each.
+        parts = parts_of(self.shape, options.tensor, options.pipeline, 1)
+        part = max(parts, key=lambda one: one.num_parameters)
+        shape = part.with_offload(way.offload)
         moved = moved_by(shape, way.stage, options.cluster, widths, options.accumulate)
         if shape.transformer is not None:
             kept = self._activations(way, shape.transformer, widths.compute)
             # Down in forward, up in backward.
             moved += 2 * options.accumulate * kept.on_host
-        sent = sent_by(self.shape, way.stage, options.cluster, widths, options.accumulate)
+        sent = sent_by(part, way.stage, options.cluster, widths, options.accumulate)
         swapped = swapped_by(shape, way.stage, options.cluster, widths, options.accumulate)
         return Row(
             way=way,
@@ -249,7 +253,7 @@ class Question:
                 found[tier] = Outside(
                     states=states,
                     buffers=buffers,
-                    node=(states + buffers) * options.cluster.devices_per_node,
+                    node=(states + buffers) * options.per_node,
                     capacity=options.capacity_of(tier),
                 )
         return found
@@ -261,7 +265,7 @@ class Question:
         on_nvme = None
         if reads is not None and writes is not None and swapped.total:
             # The drives of a node serve all its ranks.
-            node = swapped * options.cluster.devices_per_node
+            node = swapped * options.per_node
             on_nvme = node.read / reads + node.written / writes
         is_known = (on_link is not None or not moved) and (on_nvme is not None or not swapped.total)
         seconds = (on_link or 0) + (on_nvme or 0)
@@ -275,7 +279,7 @@ class Question:
             )
         inside, across = map(options.speed_of, ("node_link", "network"))
         # A node's devices share its way to the others.
-        of_node = sent.across * options.cluster.devices_per_node
+        of_node = sent.across * options.per_node
         return Seconds(
             link=on_link,
             nvme=on_nvme,
@@ -290,10 +294,20 @@ class Question:
         Source: ZeRO-Infinity, section 4.1.
         """
         tokens = self.batch.samples * self.batch.sequence * self.batch.backwards
-        return (8 if way.recompute else 6) * tokens * self.shape.num_parameters
+        numel = self.shape.num_parameters // self.options.model_parallel
+        return (8 if way.recompute else 6) * tokens * numel
+
+    def parts(self, shape: ModelShape) -> tuple[ModelShape, ...]:
+        """What ranks have of a model before ZeRO cuts it, as far as that differs."""
+        options = self.options
+        return parts_of(shape, options.tensor, options.pipeline, options.accumulate)
 
     def memory(self, way: Way, shape: ModelShape) -> Memory:
-        """The memory of a rank that trains `shape`, which may be another size of the model."""
+        """The memory of the fullest rank of those that train `shape`, maybe another size of it."""
+        found = (self._memory(way, part) for part in self.parts(shape))
+        return max(found, key=lambda one: one.total)
+
+    def _memory(self, way: Way, shape: ModelShape) -> Memory:
         widths = estimate.widths_of(way.policy, self.options.optimizer_states)
         activations = None
         if shape.transformer is not None:

@@ -60,6 +60,11 @@ def rehearse(plan: Plan, model: Any, batch: str | None = None) -> Rehearsal:
             "one memory is simulated, that of the device, and --checkpoint-activations host keeps "
             "inputs of blocks in another one: say on"
         )
+    if plan.options.model_parallel > 1:
+        raise ConfigError(
+            "a simulation runs one rank of the whole model: leave out --tensor and --pipeline, or "
+            "--simulate"
+        )
     found = plan.recommended
     # One memory is followed: what goes to another one is not rehearsed.
     on_device = [one for one in plan.rows if one.way.tier == "device"]
