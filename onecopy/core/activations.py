@@ -171,7 +171,6 @@ class _Forward:
         self.inner, self.keeper = inner, keeper
         self._module = weakref.ref(module)
         self._name, self._number = name, number
-        self._has_warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         # A copied module computes with itself.
@@ -223,8 +222,8 @@ class _Forward:
         found = [one for one in (*args, *kwargs.values()) if _is_cache(one)]
         if not found:
             return args, kwargs
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.keeper.has_warned:
+            self.keeper.has_warned = True
             warnings.warn(
                 f"{self._name} gets a {type(found[0]).__name__}, which recomputation would fill "
                 "twice: it goes without while gradients are computed. Say "

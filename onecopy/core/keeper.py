@@ -56,6 +56,9 @@ REMEDIES = {
 class Keeper:
     """What is kept for one model.
 
+    Attributes:
+        has_warned: of a cache, which is said once.
+
     Args:
         model: the one whose modules are checkpointed, sharded or not.
         policy: where it is kept.
@@ -66,6 +69,7 @@ class Keeper:
 
     def __init__(self, model: nn.Module | None, policy: Activations) -> None:
         self.policy = policy
+        self.has_warned = False
         self._model = None if model is None else weakref.ref(model)
         self._group = _group_of(policy)
         self._places: dict[torch.device, Place] = {}
