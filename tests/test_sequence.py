@@ -12,6 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 import onecopy
@@ -373,6 +379,39 @@ def test_models_of_transformers_on_a_grid(pool: Pool, name: str, stage: int, pad
     """DP 2 x SP 2. The loss is the mean over the data parallel ranks' means, as always."""
     alone = train_alone(build_hf(name), partial(hf_loss, padded=padded), 2)
     for run in pool.run(4, train_hf, name, stage, (2, 2), padded):
+        check(run, alone)
+
+
+def train_with_tensors(stage: int) -> tuple[Any, ...]:
+    """Two ranks have parts of the sequences, and two of the heads and of what is inside MLPs."""
+    names = ("dp", "sp", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    model: Any = build_hf("llama")
+    plan: dict[str, Any] = {f"self_attn.{one}_proj": ColwiseParallel() for one in "qkv"}
+    plan |= {f"mlp.{one}_proj": ColwiseParallel() for one in ("gate", "up")}
+    plan |= {one: RowwiseParallel() for one in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], plan)
+    optimizer = sgd(model)
+    onecopy.shard(model, optimizer, stage=stage, mesh=mesh)
+    sequence_parallel(model, mesh)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**hf_batch(step, 0, padded=True)).loss
+        loss.backward()
+        losses.append(mean(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    values = model.state_dict()
+    wholes = (one.full_tensor() if isinstance(one, DTensor) else one for one in values.values())
+    return losses, dict(zip(values, wholes, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sequence_and_tensor_parallel(pool: Pool, stage: int) -> None:
+    alone = train_alone(build_hf("llama"), partial(hf_loss, padded=True), 1)
+    for run in pool.run(4, train_with_tensors, stage):
         check(run, alone)
 
 

@@ -343,6 +343,8 @@ def train_parts(way: str, name: str, stage: int) -> tuple[list[float], dict[str,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     if way == "tile_loss":
         tile_loss(model, 4)
+        # Blocks whose MLPs are tiled are computed again as a whole, and their tiles once more.
+        onecopy.checkpoint_activations(model)
     onecopy.shard(model, optimizer, stage=stage, mesh=mesh)
     sequence_parallel(model.model if way == "by hand" else model, mesh)
     if way != "plain":
