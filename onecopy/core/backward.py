@@ -57,6 +57,7 @@ class Backward:
         num_backwards: how many have ended that accumulate gradients.
         local_until: while there were fewer, gradients stay on this rank, too.
         takes_by_hand: `take_by_hand` will be called after backwards that are made in two parts.
+        was_split: there was one.
         reduces: what has been launched, and what is yet to be.
         stepper: updates units within backward; None where the step does that.
     """
@@ -64,7 +65,7 @@ class Backward:
     def __init__(self, engine: Engine) -> None:
         self.sync = True
         self.num_backwards = self.local_until = 0
-        self.takes_by_hand = False
+        self.takes_by_hand = self.was_split = False
         # Whether the running backward, or the last one, is to be reduced.
         self._reduces = True
         self.stepper = StepInBackward(engine) if engine.config.step_in_backward else None
@@ -214,25 +215,19 @@ class Backward:
                 "optimizer.zero_grad() before each, or accumulate by more micro-batches, or use "
                 "Schedule1F1B or ScheduleInterleaved1F1B"
             )
+        self.was_split = True
 
-    def take_by_hand(self) -> bool:
-        """Reduce the gradients of this rank's that such a schedule has put into `param.grad`.
-
-        Returns whether there were any.
-        """
-        are_taken = False
+    def take_by_hand(self) -> None:
+        """Reduce the gradients of this rank's that such a schedule has put into `param.grad`."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for gradients in self._engine.gradients:
                 for index, parameter in enumerate(gradients.unit.parameters):
                     gradient = parameter.grad
                     if gradient is not None and type(gradient) is not OwnedGradient:
-                        parameter.grad, are_taken = None, True
+                        parameter.grad = None
                         gradients.add(index, local_values(parameter, gradient))
-                if are_taken:
-                    gradients.keep_local()
-        if are_taken:
-            self.flush()
-        return are_taken
+                gradients.keep_local()
+        self.flush()
 
     def output_factor(self) -> float:
         """What a gradient is multiplied by that enters the model's outputs."""
@@ -255,7 +250,7 @@ class Backward:
         if self.stepper is not None and self._accumulates:
             self.stepper.begin()
         engine.events.phase = "backward"
-        travels = [] if engine.is_held else ["gather"]
+        travels = ["gather"] if engine.gathers else []
         self._reduces = self.sync and self.num_backwards >= self.local_until
         if self._reduces and self._accumulates:
             travels.append("reduce")

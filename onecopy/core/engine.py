@@ -133,6 +133,11 @@ class Engine:
         """What is released keeps its bytes (inside keep_gathered)."""
         return self._keeps > 0
 
+    @property
+    def gathers(self) -> bool:
+        """A pass that begins now has its values from other ranks."""
+        return not self._held and all(unit.state is not UnitState.KEPT for unit in self.units)
+
     def check_parameters(self) -> None:
         """Refuse to go on where parameters are not what they were at shard.
 

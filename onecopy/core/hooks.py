@@ -183,7 +183,7 @@ class Hooks(NotCopied):
             engine.owned.suspend()
             engine.forwards.append(key)
         engine.events.phase = "forward"
-        engine.events.emit("pass", what="" if engine.is_held else "gather")
+        engine.events.emit("pass", what="gather" if engine.gathers else "")
         engine.begin_segment(key)
         self.saved.begin()
 

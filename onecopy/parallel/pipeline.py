@@ -68,16 +68,18 @@ def micro_batches(
     before = [one.num_backwards for one in backwards]
     with keep_gathered(modules) if gather == "once" else nullcontext():
         for one in backwards:
-            one.takes_by_hand = True
+            one.takes_by_hand, one.was_split = True, False
             one.local_until = one.num_backwards + num - 1 if reduce == "once" else 0
         try:
             yield
-            taken = [one.take_by_hand() for one in backwards]
+            for one in backwards:
+                if one.was_split:
+                    one.take_by_hand()
         finally:
             for one in backwards:
                 one.takes_by_hand, one.local_until = False, 0
-    for module, one, start, by_hand in zip(modules, backwards, before, taken, strict=True):
-        _check_count(module, one.num_backwards - start, num, by_hand=by_hand)
+    for module, one, start in zip(modules, backwards, before, strict=True):
+        _check_count(module, one.num_backwards - start, num, by_hand=one.was_split)
 
 
 def _check(num: int, **choices: str) -> None:
