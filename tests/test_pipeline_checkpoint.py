@@ -149,6 +149,21 @@ def test_stages_are_saved_as_the_whole_model(pool: Pool, tmp_path: Path, stage: 
         compare(root.name, runs, later)
 
 
+def pretrained(root: Path) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    model = stage_of(Whole(7), mesh["pp"].get_local_rank(), 2)
+    onecopy.shard(model, mesh=mesh)
+    assert not any(onecopy.load_pretrained(model, root))
+    return dict(model.state_dict())
+
+
+def test_stages_take_theirs_of_files_of_weights(pool: Pool, tmp_path: Path) -> None:
+    whole = Whole(0)
+    onecopy.export(whole, tmp_path)
+    first, second = pool.run(2, pretrained, tmp_path)
+    compare("both stages", {**first, **second}, dict(whole.state_dict()))
+
+
 def test_tied_in_the_whole(pool: Pool, tmp_path: Path) -> None:
     """An embedding that the whole model has once, and two stages have a copy each of."""
     whole, piped, again = tmp_path / "whole", tmp_path / "piped", tmp_path / "again"
@@ -183,6 +198,8 @@ def same_names(root: Path) -> str:
 
     onecopy.save(root, Parts(model, names=names), optimizer)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
+    exported = onecopy.export(Parts(model, names=names), root / "files")
+    assert exported.num_elements == 4 * (WIDTH + 1) * WIDTH
     with torch.no_grad(), onecopy.full_parameters(model):
         for parameter in model.parameters():
             parameter.zero_()
@@ -200,7 +217,7 @@ def test_same_names_of_other_layers(pool: Pool, tmp_path: Path) -> None:
     message = pool.run(4, same_names, tmp_path)[0]
     assert "ranks 0 and 2 have different tensors under the same names, layers.0.weight" in message
     assert "Parts(stage, names=...)" in message
-    assert len(os.listdir(tmp_path)) == 2
+    assert sorted(os.listdir(tmp_path)) == ["files", "latest", "step-00000000"]
     names = {key for key in stored(tmp_path) if key.startswith("layers.")}
     assert names == {f"layers.{n}.{kind}" for n in range(4) for kind in ("weight", "bias")}
 

@@ -166,6 +166,24 @@ def other_shape(root: Path) -> tuple[dict[str, Any], float]:
     return loaded.extra, torch.rand(1).item()
 
 
+def pretrained(root: Path) -> list[dict[str, Tensor]]:
+    """Files of weights, into parts of a model before it is sharded and after."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for stage, is_before in ((3, False), (1, False), (2, True)):
+        model = parallelize(build(VOCABULARY), mesh["tp"], "sequence")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        if is_before:
+            onecopy.load_pretrained(model, root)
+        onecopy.shard(model, stage=stage, mesh=mesh)
+        if not is_before:
+            onecopy.load_pretrained(model, root)
+        found.append(values(model))
+    return found
+
+
 def test_everything_else_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     runs = pool.run(4, everything, tmp_path)
     assert len({drawn for _, drawn in runs[:2]}) == 1, "of one data rank"
@@ -181,3 +199,5 @@ def test_everything_else_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
         if read is not None:
             compare(name, dict(found.state_dict()), read)
     assert not (tmp_path / "live" / ".checkpoint").exists()
+    for run_of_rank in pool.run(2, pretrained, tmp_path / "stored"):
+        compare("parts", run_of_rank, [runs[0][0]] * 3)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from onecopy.core.dtensors import box_of
 from onecopy.core.tiled_linear import persistent_tensors, tiles_in
 from onecopy.errors import CheckpointError
 
@@ -67,8 +67,5 @@ def place_of(tensor: Tensor, name: str) -> Place | None:
                 "of values: save parameters and buffers that are sharded or replicated, "
                 "tensor.redistribute(placements=...)"
             )
-    shape = tuple(tensor.shape)
-    part, offsets = compute_local_shape_and_global_offset(
-        shape, tensor.device_mesh, tensor.placements
-    )
-    return None if tuple(part) == shape else Place(shape, tuple(offsets))
+    box = box_of(tensor)
+    return None if box is None else Place(tuple(tensor.shape), box[0])

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from onecopy.comm.groups import Group
 
 __all__ = [
+    "box_of",
     "check_dtensor",
     "is_cut_over",
     "is_dtensor",
@@ -49,6 +50,22 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor inside a DTensor, or the tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Where this rank's part of a DTensor lies in it: the first element and how many, by dimension.
+
+    None where the rank has all of the tensor. Placements must be Shard and Replicate.
+    """
+    if not is_dtensor(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = tuple(tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        shape, tensor.device_mesh, tensor.placements
+    )
+    return None if tuple(sizes) == shape else (tuple(offsets), tuple(sizes))
 
 
 def version_of(parameter: torch.Tensor) -> int:

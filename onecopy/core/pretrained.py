@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from onecopy import handle
 from onecopy.comm.compare import gather_objects
 from onecopy.core import build
+from onecopy.core.dtensors import box_of, local_of
 from onecopy.core.tiled_linear import persistent_tensors, tiles_in
 from onecopy.core.unit import UnitState
 from onecopy.errors import CheckpointError, ShardingError
@@ -84,16 +85,26 @@ def load_pretrained(
             "load_pretrained inside full_parameters: the values of the parameters would be written "
             "over those that were read. Load outside of it"
         )
+    elsewhere = _names_elsewhere(model, engine)
     with _agreed(engine):
-        sources, keys = _match(model, directory, strict)
+        sources, keys = _match(model, directory, strict, elsewhere)
     _check_equal(engine, [source for _, source in sources])
     engine.rest()
     read_pieces(engine, {id(tensor): source for tensor, source in sources})
     with torch.no_grad():
         for tensor, source in sources:
             if engine.find(tensor) is None:
-                source.read(tensor)
+                source.read(local_of(tensor))
     return keys
+
+
+def _names_elsewhere(model: nn.Module, engine: Engine) -> set[str]:
+    """What other pipeline stages have, and this one need not."""
+    names = [name for name, _ in persistent_tensors(model)]
+    found = set(names)
+    for group in engine.collectives.groups.pipeline:
+        found |= {name for theirs in gather_objects(group, sorted(found)) for name in theirs}
+    return found - set(names)
 
 
 def read_pieces(engine: Engine, sources: Mapping[int, StoredTensor]) -> None:
@@ -116,12 +127,11 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
         unit.keep_changes()
     num_bytes, master = 0, unit.slice.master
     for place in unit.layout.pieces(unit.slice.rank):
-        parameter = unit.parameters[place.index]
-        source = sources.get(id(parameter))
+        source = sources.get(id(unit.parameters[place.index]))
         if source is None:
             continue
         part = master[place.start : place.start + place.numel]
-        if parameter.stride() == torch.empty(source.shape, device="meta").stride():
+        if unit.views[place.index].stride() == torch.empty(source.shape, device="meta").stride():
             num_bytes += source.read_part(part, place.offset)
             continue
         # The order of the flat buffer is not that of the file (channels_last).
@@ -137,7 +147,7 @@ def _load_plain(sources: Iterable[tuple[Tensor, StoredTensor]]) -> None:
     with torch.no_grad():
         for tensor, source in sources:
             if build.has_values(tensor):
-                source.read(tensor)
+                source.read(local_of(tensor))
             else:
                 build.read_later(tensor, source)
 
@@ -178,16 +188,22 @@ def _check_equal(engine: Engine, sources: list[StoredTensor]) -> None:
 
 
 def _match(
-    model: nn.Module, directory: str | os.PathLike[str], strict: bool
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    strict: bool,
+    elsewhere: Set[str] = frozenset(),
 ) -> tuple[list[tuple[Tensor, StoredTensor]], Keys]:
     """Each tensor of the model that is stored, with its source, and the names that are left.
+
+    Args:
+        elsewhere: names that are not unexpected, though the model has not got them.
 
     Raises:
         CheckpointError: shapes differ, or names, if strict.
     """
     wanted = list(persistent_tensors(model))
     stored = open_directory(directory)
-    names = _pair_names(model, [name for name, _ in wanted], list(stored))
+    names = _pair_names(model, [*(name for name, _ in wanted), *elsewhere], list(stored))
     found: dict[int, tuple[Tensor, StoredTensor]] = {}
     first_names: dict[int, str] = {}
     for name, tensor in wanted:
@@ -214,7 +230,29 @@ def _match(
         if key in found:
             tile, source = found[key]
             found[key] = tile, source.part(place.dim, place.first, place.count)
-    return list(found.values()), keys
+    return [(tensor, _own_part(tensor, source)) for tensor, source in found.values()], keys
+
+
+def _own_part(tensor: Tensor, source: StoredTensor) -> StoredTensor:
+    """Of what is stored for a DTensor this rank's part.
+
+    Raises:
+        CheckpointError: it is cut where files are not read in parts.
+    """
+    box = box_of(tensor)
+    if box is None:
+        return source
+    whole = source.shape
+    for dim, (first, count) in enumerate(zip(*box, strict=True)):
+        if count == whole[dim]:
+            continue
+        if dim and len(whole) != 2:
+            raise CheckpointError(
+                f"{source.name} has shape {whole}, and tensor parallelism cuts its dimension "
+                f"{dim}: load the model before it is parallelized"
+            )
+        source = source.part(dim, first, count)
+    return source
 
 
 def _pair_names(model: nn.Module, wanted: list[str], stored: list[str]) -> dict[str, str]:
