@@ -23,6 +23,7 @@ from torch.nn import functional as F
 import onecopy
 from onecopy.errors import MismatchError, ShardingError
 from onecopy.events import Event
+from onecopy.memory.live_tensors import LiveTensors
 from onecopy.parallel import attention, position_ids, sequence_parallel, split_sequence
 from tests import hf_models, models
 from tests.pool import Pool
@@ -413,6 +414,22 @@ def test_sequence_and_tensor_parallel(pool: Pool, stage: int) -> None:
     alone = train_alone(build_hf("llama"), partial(hf_loss, padded=True), 1)
     for run in pool.run(4, train_with_tensors, stage):
         check(run, alone)
+
+
+def peak() -> int:
+    """Live bytes of one forward and backward, without those of parameters."""
+    model = build_hf("llama")
+    sequence_parallel(model, world())
+    tokens = torch.arange(2 * 512).view(2, 512) % 101
+    with LiveTensors() as live:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    return live.peak_bytes
+
+
+def test_activations_are_divided_by_the_ranks(pool: Pool) -> None:
+    (alone,), parts = pool.run(1, peak), pool.run(2, peak)
+    for part in parts:
+        assert 0.45 * alone < part < 0.55 * alone
 
 
 def misuse() -> list[str]:

@@ -168,7 +168,7 @@ def _check_same_batch(batch: Any, ranks: Group) -> None:
     device = tensors[0].device
     sums = [_checksum(one).to(device) for one in tensors]
     shapes = torch.tensor([hash(tuple(one.shape)) for one in tensors], device=device)
-    # How many there are may differ, too.
+    # Two numbers, whatever a rank has brought.
     own = torch.stack([shapes.sum(), torch.stack(sums).sum()])
     found = gather_numbers(ranks, own)
     different = [r for r, one in zip(ranks.ranks, found, strict=True) if one != found[0]]
