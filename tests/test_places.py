@@ -11,6 +11,7 @@ import torch
 
 from onecopy.errors import SwapError
 from onecopy.memory import swap_files
+from onecopy.memory.direct_io import host_memory
 from onecopy.memory.places import DevicePlace, DiskPlace, HostPlace, Kept, Place
 
 DEVICE = torch.device("cpu")
@@ -19,6 +20,97 @@ MAKE: dict[str, Callable[[Path], Place]] = {
     "host": lambda folder: HostPlace(DEVICE),
     "nvme": lambda folder: DiskPlace(DEVICE, folder, 0),
 }
+
+
+class LateStream:
+    """Copies what it is told to when the host waits for it, or values are used, and not before."""
+
+    active: LateStream | None = None
+
+    def __init__(self, device: object = None) -> None:
+        self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_done = 0
+
+    def wait_stream(self, other: object) -> None:
+        """What computes is always done already."""
+
+    def record_event(self) -> LateEvent:
+        """Happens with the last copy."""
+        return LateEvent(self, self.num_done + len(self.left))
+
+    def run(self, until: int) -> None:
+        """Make so many copies in all."""
+        while self.num_done < until:
+            self.num_done += 1
+            target, source = self.left.pop(0)
+            target.copy_(source)
+
+    def __enter__(self) -> None:
+        LateStream.active = self
+
+    def __exit__(self, *_: object) -> None:
+        LateStream.active = None
+
+
+class LateEvent:
+    """Of a late stream."""
+
+    def __init__(self, stream: LateStream, number: int) -> None:
+        self.stream, self.number = stream, number
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.stream.run(self.number)
+
+
+class Computing:
+    """The stream that computes, at once."""
+
+    def wait_stream(self, other: LateStream) -> None:
+        """What is read by then does not change any more; the host goes on."""
+        # Those to tensors of their own, not to a part of an arena.
+        ups = [
+            number
+            for number, (target, _) in enumerate(other.left, 1)
+            if target.untyped_storage().nbytes() == target.nbytes
+        ]
+        other.run(other.num_done + max(ups, default=0))
+        other.left = [(target, source.clone()) for target, source in other.left]
+
+    def wait_event(self, event: LateEvent) -> None:
+        """And what comes before it."""
+        event.synchronize()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies beside the computation, as late as can be."""
+    copy = torch.Tensor.copy_
+
+    def copy_late(target: torch.Tensor, source: torch.Tensor, **given: bool) -> torch.Tensor:
+        if LateStream.active is None:
+            return copy(target, source)
+        assert given == {"non_blocking": True}, "nobody waits for it here"
+        LateStream.active.left.append((target, source))
+        return target
+
+    make = HostPlace.__init__
+
+    def with_stream(place: HostPlace, device: torch.device) -> None:
+        make(place, device)
+        place.stream = LateStream()  # type: ignore[assignment]
+
+    monkeypatch.setattr(HostPlace, "__init__", with_stream)
+    monkeypatch.setattr(HostPlace, "_take_chunk", lambda _, num_bytes: host_memory(num_bytes))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: Computing())
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_late)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+@pytest.mark.parametrize("name", ["host", "nvme"])
+def test_copies_that_are_late(late: None, tmp_path: Path, seed: int, name: str) -> None:
+    """As on an accelerator: whoever uses values, or their memory again, has waited for them."""
+    test_any_order(tmp_path, seed, name)
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -33,8 +125,8 @@ def test_any_order(tmp_path: Path, seed: int, name: str) -> None:
             dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
             values = torch.randn(draw.randrange(1, 5000)).to(dtype)
             held.append((place.keep(values, "a tensor"), values.clone()))
-            values.zero_()
             place.settle()
+            values.zero_()
             continue
         number = draw.randrange(len(held))
         kept, want = held[number]
