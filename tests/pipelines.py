@@ -152,6 +152,7 @@ class Plan:
     """Options of a run; `settings` go to shard."""
 
     schedule: str = "1f1b"
+    pp: int = PP
     dp: int = 1
     micro: int = 4
     stage: int = 3
@@ -186,7 +187,7 @@ def around(stages: list[Any], plan: Plan) -> AbstractContextManager[None]:
 
 def prepare(plan: Plan) -> tuple[Pipe, torch.optim.Optimizer]:
     """This rank's parts of the model, sharded, in their schedule."""
-    mesh, parts = make(plan.schedule, PP, plan.dp, build(tied=plan.tied))
+    mesh, parts = make(plan.schedule, plan.pp, plan.dp, build(tied=plan.tied))
     optimizer = OPTIMIZERS[plan.optimizer](nn.ModuleList(parts).parameters())
     settings = dict(plan.settings)
     for part in parts if plan.recomputes else ():

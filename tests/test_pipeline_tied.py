@@ -27,21 +27,23 @@ PLANS = [
     )
     if name == "1f1b" or not own
 ]
+MIDDLE = Plan(pp=4, max_grad_norm=0.3, tied=True, optimizer="sgd")  # two stages in between
 
 
 @pytest.mark.sampled(
     "plan",
-    [replace(plan, optimizer="sgd") for plan in PLANS],
+    [*(replace(plan, optimizer="sgd") for plan in PLANS), MIDDLE],
     4,
     always=[
         Plan(dp=2, max_grad_norm=0.3, tied=True, optimizer="sgd"),
         Plan(dp=2, stage=2, own_unit=True, tied=True, optimizer="sgd"),
         Plan(schedule="interleaved", stage=1, max_grad_norm=0.3, tied=True, optimizer="sgd"),
+        MIDDLE,
     ],
 )
 def test_a_tied_embedding(pool: Pool, plan: Plan) -> None:
     """Cut alike (units of their own) or not; its norm counts once."""
-    runs = pool.run(PP * plan.dp, train, plan)
+    runs = pool.run(plan.pp * plan.dp, train, plan)
     compare(plan, runs, one_process(plan), rtol=1e-5, atol=1e-6)
     both: dict[str, torch.Tensor] = {}
     for run in runs:
@@ -66,7 +68,7 @@ def test_both_stay_equal(pool: Pool, settings: dict[str, Any]) -> None:
     """To the last bit, in low precision and where gradients lie in host memory."""
     plan = Plan(dp=2, tied=True, settings=settings)
     values = {}
-    for run in pool.run(PP * plan.dp, train, plan):
+    for run in pool.run(plan.pp * plan.dp, train, plan):
         values |= run.values
     assert torch.equal(values["tokens.weight"], values["head.weight"])
     assert not torch.equal(values["tokens.weight"], pipelines.build().tokens.weight)
