@@ -233,6 +233,7 @@ def look() -> None:
     with torch.no_grad():
         other.mul_(2)
         other.div_(2)
+    _look_at_released(model, mesh["dp"].get_local_rank(), part)
     state = model.state_dict()
     for name, parameter in plain.named_parameters():
         assert torch.equal(whole(state[name]), parameter.detach()), name
@@ -247,6 +248,25 @@ def look() -> None:
     onecopy.shard(model, optimizer, stage=1, mesh=mesh["dp"], units=UNITS)
     tp.backward(model, tp.batch(1, rank), "sequence")
     optimizer.step()
+
+
+def _look_at_released(model: nn.Module, rank: int, part: Tensor) -> None:
+    """Code that knows what is in a DTensor, and does not ask torch's functions for it."""
+    onecopy.flush(model)
+    tp.backward(model, tp.batch(0, rank), "sequence")
+    model.zero_grad()
+    weight: Any = model.get_parameter("blocks.1.mlp.up.weight")
+    # One rank alone: these need no values.
+    if rank == 0:
+        assert "Released" in repr(weight) and str(tuple(weight.shape)) in f"{weight!r}{weight!s}"
+        assert torch.zeros_like(weight).to_local().shape == part.shape
+        assert weight.new_ones(3).shape == (3,)
+    assert "Released" in repr(weight)
+    assert torch.equal(weight._local_tensor.detach(), part)
+    tp.backward(model, tp.batch(0, rank), "sequence")
+    model.zero_grad()
+    names, _ = weight.__tensor_flatten__()
+    assert torch.equal(getattr(weight, names[0]).detach(), part)
 
 
 def _look_at_gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
@@ -266,6 +286,18 @@ def _look_at_gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
     assert expected_gradient is not None
     torch.testing.assert_close(gradient.norm(), expected_gradient.norm(), rtol=1e-5, atol=0)
     torch.testing.assert_close(whole(gradient + 0), expected_gradient, rtol=0, atol=1e-6)
+    shown: Any = gradient
+    assert shown.placements == (Shard(0),) and shown.device_mesh.ndim == 1
+    torch.testing.assert_close(shown.full_tensor(), expected_gradient, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        inside = shown.to_local()
+        inside.mul_(2)
+        torch.testing.assert_close(shown.full_tensor(), 2 * expected_gradient, rtol=0, atol=2e-6)
+        inside.div_(2)
+    replicated = shown.redistribute(placements=[Replicate()])
+    torch.testing.assert_close(whole(replicated), expected_gradient, rtol=0, atol=1e-6)
+    plain_gradient = model.get_parameter("blocks.0.attention.out.bias").grad
+    assert hasattr(plain_gradient, "full_tensor") and not hasattr(shown, "nothing")
 
 
 def _go_back(
@@ -289,6 +321,33 @@ def _go_back(
 
 def test_what_a_user_sees(pool: Pool) -> None:
     pool.run(4, look)
+
+
+def replicas(style: str, **settings: Any) -> list[Tensor]:
+    """After some steps, what all ranks should have alike."""
+    mesh = make_mesh()
+    model, optimizer = make(mesh, style, "adamw", quantize="zero++", node_size=1, **settings)
+    for step in range(3):
+        tp.backward(model, tp.batch(step, mesh["dp"].get_local_rank()), style)
+        optimizer.step()
+        optimizer.zero_grad()
+    with onecopy.full_parameters(model):
+        return [
+            local_of(one).detach().clone()
+            for one in model.parameters()
+            if not isinstance(one, DTensor) or one.placements == (Replicate(),)
+        ]
+
+
+@pytest.mark.sampled(("style", "stage"), list(product(STYLES, [2, 3, "hpz"])), 2)
+def test_replicas_stay_alike_where_transfers_are_quantized(
+    pool: Pool, style: str, stage: int | str
+) -> None:
+    """Codes of a block with parts in it would be others on each tensor parallel rank."""
+    first, *others = pool.run(4, partial(replicas, stage=stage), style)
+    assert len(first) >= 2 * (2 * tp.DEPTH + 1)
+    for other in others:
+        assert all(map(torch.equal, other, first))
 
 
 def own(stage: int) -> tuple[int, int, int]:

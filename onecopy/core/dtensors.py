@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "box_of",
     "check_dtensor",
+    "dimensions_cut",
     "is_cut_over",
     "is_dtensor",
     "like",
@@ -43,12 +44,16 @@ __all__ = [
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is one, without importing what they need."""
-    return hasattr(tensor, "_local_tensor")
+    # Of its class: to take it from a released parameter would gather (see guard.py).
+    return hasattr(type(tensor), "_local_tensor")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside a DTensor, or the tensor itself."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    """The plain tensor inside a DTensor, or the tensor itself; released or not."""
+    if not is_dtensor(tensor):
+        return tensor
+    kind: Any = type(tensor)
+    local: torch.Tensor = getattr(kind, "_plain", kind)._local_tensor.__get__(tensor)
     return local
 
 
@@ -183,6 +188,12 @@ def warn_of_unequal(models: Iterable[nn.Module], data: Group, groups: Iterable[G
                 "parts, let parallelize_module cut them, or make them DTensors",
                 stacklevel=4,
             )
+
+
+def dimensions_cut(parameter: Any) -> tuple[int, ...]:
+    """The dimensions of its mesh that a parameter is cut over; none where it is a replica."""
+    placements = parameter.placements if is_dtensor(parameter) else ()
+    return tuple(number for number, one in enumerate(placements) if one.is_shard())
 
 
 def is_cut_over(parameter: Any, group: Group) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from onecopy.core.compiling import not_compiled
+from onecopy.core.dtensors import local_of
 from onecopy.errors import ParameterReleasedError, ShardingError
 
 __all__ = ["Gatherer", "guard_class", "is_guarded"]
@@ -64,8 +65,13 @@ _FUNCTIONS = (
 ).split()
 
 
-# Functions of autograd, of which __torch_function__ does not hear.
-_DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")
+# Of these, those that make tensors: DTensors look at the tensor inside for that.
+_MAKING = frozenset(
+    getattr(place, name)
+    for place, names in ((torch.Tensor, _METHODS), (torch, _FUNCTIONS))
+    for name in names
+    if name.startswith("new_") or name.endswith("_like")
+)
 
 
 @cache
@@ -113,23 +119,21 @@ def guard_class(plain_class: type[Kind], gatherer: weakref.ref[Gatherer]) -> typ
         ) -> Any:
             return _call(func, args, kwargs or {})
 
-    for name in _DTENSOR_METHODS:
-        if hasattr(plain_class, name):
-            setattr(ReleasedParameter, name, _gathered_first(name))
+    if hasattr(plain_class, "_local_tensor"):
+        # All code of DTensors comes here, also where __torch_function__ does not hear of it.
+        ReleasedParameter._local_tensor = property(_local_tensor)
+        ReleasedParameter.__repr__ = _describe  # type: ignore[assignment]
     ReleasedParameter.__name__ = f"Released{plain_class.__name__}"
     ReleasedParameter.__qualname__ = ReleasedParameter.__name__
     return ReleasedParameter
 
 
-def _gathered_first(name: str) -> Callable[..., Any]:
-    """A method of a guarded tensor that needs values, and that torch calls without asking."""
-
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(type(self)._plain, name)  # type: ignore[attr-defined]
-        _gatherer_of(self).touch([self], function)
-        return function(self, *args, **kwargs)
-
-    return method
+@not_compiled
+def _local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor inside a guarded DTensor, for whoever takes it by this name."""
+    if parameter.numel():
+        _gatherer_of(parameter).touch([parameter], _local_tensor)
+    return local_of(parameter)
 
 
 @not_compiled
@@ -137,6 +141,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Any function of torch on guarded parameters, of one model or of several."""
     if func in _needs_no_values():
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _MAKING:
+                guarded = [one for one in _tensors(args) if is_guarded(one)]
+                return _unguarded(guarded, partial(func, *args, **kwargs))
             return func(*args, **kwargs)
     if func is torch.Tensor.__repr__:
         return _describe(args[0])
@@ -178,7 +185,9 @@ def _gatherer_of(tensor: torch.Tensor) -> Gatherer:
 
 
 def _unguarded(guarded: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
-    """Run a backward that names parameters: the units' hooks gather what it needs."""
+    """Call what needs no values of guarded parameters, though it may look at what they are: a
+    backward that names them (the units' hooks gather what it needs), `zeros_like`.
+    """
     guards = [(tensor, type(tensor)) for tensor in guarded]
     for tensor, guard in guards:
         tensor.__class__ = guard._plain  # type: ignore[attr-defined]
@@ -191,7 +200,7 @@ def _unguarded(guarded: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
                 tensor.__class__ = guard
 
 
-def _describe(parameter: torch.Tensor) -> str:
+def _describe(parameter: torch.Tensor, **_: Any) -> str:
     return (
         f"{type(parameter).__name__}(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, "
         f"device={parameter.device}, requires_grad={parameter.requires_grad})"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.core.dtensors import is_dtensor
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ _METADATA_PROPERTIES = (
     "is_cpu is_cuda is_meta is_nested is_quantized names _version _base _backward_hooks"
 ).split()
 
+# What only DTensors have.
+_DTENSOR_PROPERTIES = ("placements", "device_mesh")
+_DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")
+
 
 class OwnedGradient(torch.Tensor):
     """See the module's docstring.
@@ -60,6 +66,7 @@ class OwnedGradient(torch.Tensor):
     is_taken: bool
     is_partial: bool
     _reference: weakref.ref[OwnedGradients]
+    _parameter: weakref.ref[torch.Tensor]
     number: int
     _arrived: torch.Tensor | None
 
@@ -80,6 +87,7 @@ class OwnedGradient(torch.Tensor):
         )
         # Weak: Python's collector does not see what a parameter's .grad holds.
         self._reference = weakref.ref(gradients)
+        self._parameter = weakref.ref(parameter)
         self.number = number
         self._arrived = self.whole = self.part = None
         self.is_taken = self.is_partial = False
@@ -101,6 +109,17 @@ class OwnedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype: the values are with their owners."""
         return f"OwnedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Where the parameter is a DTensor, what its gradient has beside what all tensors have."""
+        parameter = self._parameter()
+        if is_dtensor(parameter):
+            if name in _DTENSOR_PROPERTIES:
+                return getattr(parameter, name)
+            if name in _DTENSOR_METHODS:
+                method = _viewing(getattr(type(parameter), name))
+                return lambda *args, **kwargs: _on_whole_gradients(method, (self, *args), kwargs)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def __torch_function__(
@@ -197,6 +216,17 @@ def _on_whole_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, A
         # In-place functions return what they were given.
         result = owner.take_writes(result)
     return result
+
+
+def _viewing(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same with another tensor of the same memory, by which it is known that this is held."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = method(*args, **kwargs)
+        return result.view_as(result)
+
+    return call
 
 
 def _replace_values(gradient: torch.Tensor, values: torch.Tensor) -> None:

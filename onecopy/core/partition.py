@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from onecopy.core import build
-from onecopy.core.dtensors import is_dtensor, local_of
+from onecopy.core.dtensors import dimensions_cut, is_dtensor, local_of
 from onecopy.core.kept import kept_parameters
 from onecopy.core.layout import LARGE_LEAF_NUMEL, balance
 from onecopy.core.precision import dtypes_of
@@ -85,7 +85,10 @@ def find_units(
             _refuse_whole_dtensor(name, optimizer)
         device = unmade_device or parameter.device
         stays = any(id(one) in staying for chain in chains[id(parameter)] for one in chain)
-        kind = (device, dtypes, parameter.requires_grad, optimizer, stays)
+        # Codes of a block depend on all of it: beside parts, which differ, what tensor parallel
+        # ranks have alike would become another value on each of them.
+        cut = () if config.quantize is None else dimensions_cut(parameter)
+        kind = (device, dtypes, parameter.requires_grad, optimizer, stays, cut)
         groups.setdefault((id(module), kind), []).append((name, parameter))
         kinds[(id(module), kind)] = UnitSpec(
             name="",
