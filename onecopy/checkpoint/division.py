@@ -74,8 +74,7 @@ class _Told:
     """What a rank tells the others.
 
     first: the first rank of its data group. place: see Division.ranks.
-    held: by key; told by the first rank of each data group.
-    names: by model.
+    held: by key. names: by model. Both are told by the first rank of each data group.
     """
 
     first: int
@@ -104,7 +103,7 @@ def divide(named: Named) -> Division:
         if _must_be_equal(holders, len(groups.pipeline)):
             twins[key] = [firsts for firsts in alike if len(firsts) > 1]
     ranks = tuple(told.place for told in everyone)
-    return Division(_elsewhere(everyone, named.group.rank), frozenset(left), ranks, twins)
+    return Division(_elsewhere(everyone, _names(named)), frozenset(left), ranks, twins)
 
 
 def _alike(holders: list[tuple[_Told, _Held]]) -> list[list[int]]:
@@ -123,27 +122,33 @@ def _must_be_equal(holders: list[tuple[_Told, _Held]], num_pipelines: int) -> bo
     return len(holders) > 1 and (holders[0][1].is_parameter or len(stages) > 1)
 
 
-def _elsewhere(everyone: list[_Told], me: int) -> dict[str, frozenset[str]]:
+def _elsewhere(everyone: list[_Told], own: dict[str, set[str]]) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     for told in everyone:
         for name, names in told.names.items():
             found.setdefault(name, set()).update(names)
-    own = everyone[me].names
     return {name: frozenset(names - own.get(name, set())) for name, names in found.items()}
 
 
 def _tell(named: Named, groups: Groups) -> _Told:
-    names: dict[str, set[str]] = {}
     held: dict[str, _Held] = {}
+    place = (groups.world.rank, *(one.rank for one in groups.model))
+    if groups.world.rank:
+        return _Told(groups.world.ranks[0], place, held, {})
+    for model in named.models:
+        held |= _held(model)
+    return _Told(groups.world.ranks[0], place, held, _names(named))
+
+
+def _names(named: Named) -> dict[str, set[str]]:
+    """By model the names, without it, of all that this rank has."""
+    found: dict[str, set[str]] = {}
     for model in named.models:
         keys = {key for one in model.names.values() for key in one}
         keys |= {key for key, _ in extra_states_of(model)}
-        plain = {key.removeprefix(model.prefix) for key in keys}
-        names.setdefault(model.name, set()).update(plain)
-        if groups.world.rank == 0:
-            held |= _held(model)
-    place = (groups.world.rank, *(one.rank for one in groups.model))
-    return _Told(groups.world.ranks[0], place, held, names)
+        names = {key.removeprefix(model.prefix) for key in keys}
+        found.setdefault(model.name, set()).update(names)
+    return found
 
 
 def _held(model: NamedModel) -> dict[str, _Held]:

@@ -185,23 +185,12 @@ def prepare(
     named = name_all(model, optimizer)
     settle(named, verb)
     _warn_of_gradients(named, verb)
-    step = options.step
-    if step is not None:
-        step = int(step)
-    else:
-        steps = [one.binding.num_steps for one in named.optimizers]
-        step = steps[0] if steps else 0
+    step = _step_of(named, options)
     division = divide(named)
     refuse_strangers(named, division)
     group, packed = named.group, _Packed(named, division)
     everyone = together(group, lambda: (step, str(root), packed.collect(options.extra)))
-    for rank, theirs in enumerate(everyone):
-        if theirs[:2] != everyone[0][:2]:
-            raise CheckpointError(
-                f"ranks want to save different checkpoints: rank {group.ranks[0]} step "
-                f"{everyone[0][0]} to {everyone[0][1]}, rank {group.ranks[rank]} step {theirs[0]} "
-                f"to {theirs[1]}. Pass the same root and step on all ranks"
-            )
+    _refuse_others(group, [one[:2] for one in everyone])
     told = [one[2] for one in everyone]
     if group.rank == 0:
         packed.add_groups(joined(one.groups for one in told))
@@ -219,6 +208,25 @@ def prepare(
     # Whatever becomes of the working directory until it is written.
     absolute = Path(root).expanduser().absolute()
     return named, Job(absolute, step, states, objects, manifest, options)
+
+
+def _step_of(named: Named, options: Options) -> int:
+    if options.step is not None:
+        return int(options.step)
+    steps = [one.binding.num_steps for one in named.optimizers]
+    return steps[0] if steps else 0
+
+
+def _refuse_others(group: Group, everyone: list[tuple[int, str]]) -> None:
+    """Raises CheckpointError where ranks want to save another step, or to another root."""
+    first, its_root = everyone[0]
+    for rank, (step, root) in zip(group.ranks, everyone, strict=True):
+        if (step, root) != everyone[0]:
+            raise CheckpointError(
+                f"ranks want to save different checkpoints: rank {group.ranks[0]} step {first} to "
+                f"{its_root}, rank {rank} step {step} to {root}. Pass the same root and step on "
+                "all ranks"
+            )
 
 
 def _warn_of_gradients(named: Named, verb: str) -> None:
