@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from onecopy.events import Events
 
-__all__ = ["collect", "group_of", "ranks_with_others"]
+__all__ = ["collect", "fingerprint", "group_of", "ranks_with_others"]
 
 CHECKED_BYTES = 1 << 20
 # Odd: no byte's weight is lost when sums wrap around.
@@ -78,17 +78,29 @@ def collect(
     return whole
 
 
-def ranks_with_others(values: torch.Tensor, group: Group) -> list[int]:
+def fingerprint(values: torch.Tensor) -> torch.Tensor:
+    """(2,) the length of a tensor, and a checksum of its bytes and their places.
+
+    Args:
+        values: (n,) contiguous.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for piece in values.view(torch.uint8).split(CHECKED_BYTES):
+        weights = torch.arange(1, piece.numel() + 1, device=values.device) * FACTOR
+        total = total * FACTOR + (weights * piece).sum()
+    return torch.stack([total.new_tensor(values.numel()), total])
+
+
+def ranks_with_others(mine: torch.Tensor, group: Group) -> list[int]:
     """The global ranks whose tensor is another one, bit for bit, than that of the first rank.
 
     A collective of a few bytes.
 
     Args:
-        values: (n,) contiguous.
+        mine: the `fingerprint` of this rank's.
     """
     if group.process_group is None:
         return []
-    mine = torch.tensor([values.numel(), _checksum(values)], device=values.device)
     every = mine.new_empty(2 * group.size)
     with Wait("agree", group.ranks):
         _all_gather(every, mine, group)
@@ -104,12 +116,3 @@ def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
             f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
             f"({error}). Most often a peer has ended; its own output says why"
         ) from error
-
-
-def _checksum(values: torch.Tensor) -> int:
-    """Of the bytes and their places."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for piece in values.view(torch.uint8).split(CHECKED_BYTES):
-        weights = torch.arange(1, piece.numel() + 1, device=values.device) * FACTOR
-        total = total * FACTOR + (weights * piece).sum()
-    return int(total)

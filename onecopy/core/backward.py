@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from onecopy.core.gradients import Gradients
     from onecopy.core.unit import Unit
 
-__all__ = ["Backward", "Call"]
+__all__ = ["Backward", "Call", "trains"]
 
 MOST_FORWARDS_IN_KEY = 64
 
@@ -407,6 +407,16 @@ def _merge(reports: Sequence[str]) -> list[int]:
     """How many reduces the furthest rank has launched, then the units that any has updated."""
     numbers = [[int(number) for number in report.split()] for report in reports]
     return [max(one[0] for one in numbers), *{taken for one in numbers for taken in one[1:]}]
+
+
+def trains() -> bool:
+    """Whether the backward that runs here is for the parameters' gradients, at once or later.
+
+    `torch.autograd.grad` is not: pipelines, for one, learn shapes by it from memory that nobody has
+    written.
+    """
+    _, accumulates, _, is_split = _running_backwards()
+    return accumulates or is_split
 
 
 def _running_backwards() -> tuple[int, bool, Sequence[Any], bool]:

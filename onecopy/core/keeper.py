@@ -30,7 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from onecopy import handle
 from onecopy.comm.groups import Group
-from onecopy.comm.replicas import collect, group_of, ranks_with_others
+from onecopy.comm.replicas import collect, fingerprint, group_of, ranks_with_others
+from onecopy.core.backward import trains
 from onecopy.core.dtensors import is_dtensor, local_of
 from onecopy.core.saved_tensors import innermost_hooks, is_only_watched
 from onecopy.core.views import is_dense, is_fake
@@ -171,8 +172,7 @@ class Keeper:
         group = self._group if is_whole else None
         dense = local if is_dense(local) else local.contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))
-        if group is not None:
-            self._check(flat, group, inputs.name)
+        is_to_check = group is not None and inputs.name not in self._checked
         part = flat if group is None else _part_of(flat, group)
         self._sources.append(part)
         began = time.perf_counter()
@@ -180,7 +180,9 @@ class Keeper:
             kept = self._place(local.device).keep(part, inputs.name)
         self._report("keep", inputs.name, part.nbytes, self.policy.place)
         self._report_wait("keep", inputs.name, began)
-        form = _Form(dense.size(), dense.stride(), part.nbytes, getattr(tensor, "_spec", None))
+        spec: DTensorSpec | None = getattr(tensor, "_spec", None)
+        mine = fingerprint(flat) if is_to_check else None
+        form = _Form(dense.size(), dense.stride(), part.nbytes, spec, mine)
         return _KeptTensor(self, inputs, kept, form, group)
 
     def _place(self, device: torch.device) -> Place:
@@ -196,12 +198,15 @@ class Keeper:
             self._places[device] = place
         return place
 
-    def _check(self, values: torch.Tensor, group: Group, name: str) -> None:
-        """The first time: raises where ranks of the group have different inputs."""
-        if name in self._checked:
+    def _check(self, mine: torch.Tensor, group: Group, name: str) -> None:
+        """The first time: raises where ranks of the group had different inputs.
+
+        Not when they are kept: what never comes to a backward may be anything.
+        """
+        if name in self._checked or not trains():
             return
         self._checked.add(name)
-        others = ranks_with_others(values, group)
+        others = ranks_with_others(mine, group)
         if others:
             raise ActivationError(
                 f"activations.partition: the input of {name} is another one on "
@@ -234,6 +239,8 @@ class Keeper:
             values = one.kept.fetch()
         self._report_wait("fetch", one.inputs.name, began)
         if one.group is not None:
+            if one.form.fingerprint is not None:
+                self._check(one.form.fingerprint, one.group, one.inputs.name)
             values = collect(values, one.group, name=one.inputs.name, events=self.events)
         return values
 
@@ -286,13 +293,14 @@ class _Form(NamedTuple):
     """How to make a tensor of its values.
 
     size, stride: of the tensor, or of the one inside a DTensor. num_bytes: that this rank keeps.
-    spec: of a DTensor.
+    spec: of a DTensor. fingerprint: of the values, where they are to be compared over the group.
     """
 
     size: torch.Size
     stride: tuple[int, ...]
     num_bytes: int
     spec: DTensorSpec | None
+    fingerprint: torch.Tensor | None
 
 
 class _KeptTensor:
