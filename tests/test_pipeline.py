@@ -205,15 +205,19 @@ def share_all() -> list[str]:
     stage = PipelineStage(
         alike, mesh.get_local_rank("pp"), PP, torch.device("cpu"), group=mesh.get_group("pp")
     )
-    try:
-        with micro_batches(stage, 2):
-            pass
-    except ShardingError as error:
-        said.append(str(error))
+    schedule = pipelines.SCHEDULES["gpipe"](stage, 2)
+    for wrong in (stage, schedule, [nn.Linear(2, 2)]):
+        try:
+            with micro_batches(wrong, 2):
+                pass
+        except ShardingError as error:
+            said.append(str(error))
     return said
 
 
 def test_a_mesh_that_is_forgotten(pool: Pool) -> None:
-    for mismatch, sharded in pool.run(PP, share_all):
+    for mismatch, sharded, schedule, plain in pool.run(PP, share_all):
         assert "pipeline" in mismatch and "mesh=" in mismatch
         assert "hold other pipeline stages" in sharded and "mesh=mesh" in sharded
+        assert "ScheduleGPipe" in schedule and "pass the PipelineStage" in schedule
+        assert "this Linear is not sharded" in plain

@@ -94,10 +94,16 @@ def _module_of(stage: nn.Module | _PipelineStageBase) -> nn.Module:
     """The sharded module of a pipeline stage.
 
     Raises:
-        ShardingError: other pipeline stages are among the ranks over which it is sharded.
+        ShardingError: it is neither a stage nor a module; other pipeline stages are among the ranks
+            over which it is sharded.
     """
     if isinstance(stage, nn.Module):
         return stage
+    if not hasattr(stage, "submod"):
+        raise ShardingError(
+            f"micro_batches({type(stage).__name__}, ...): pass the PipelineStage that the schedule "
+            "was made with (a list of them where it has several), or the module in it"
+        )
     data = set(handle.of(stage.submod).engine.collectives.groups.world.ranks)
     others = sorted(data & set(dist.get_process_group_ranks(stage.group)) - {dist.get_rank()})
     if others:
