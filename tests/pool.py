@@ -1,9 +1,9 @@
 """A pool of rank processes that live as long as the test session.
 
 Importing torch costs seconds and a test must not pay it once per rank: processes are started when
-first needed and then sent functions. Each call gets a process group of its own, on a store of its
-own that this process serves, so a test that breaks its group harms no other. A rank that hangs or
-dies is replaced.
+first needed and then sent functions. Each call gets a process group of its own, with keys of its
+own in the store that this process serves, so a test that breaks its group harms no other. A rank
+that hangs or dies is replaced.
 What runs in the ranks is in `rank.py`.
 """
 
@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ class Pool:
     def __init__(self) -> None:
         self.warnings: list[list[RankWarning]] = []  # of the last run, one list per rank
         self._ranks: list[_Rank | None] = [None] * MAX_RANKS
+        self._num_calls = 0
         self._context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="onecopy-ranks-")
 
@@ -122,14 +124,12 @@ class Pool:
         went to stderr. What ranks warn raises `UnexpectedWarning` unless `record_warnings`.
         """
         assert 1 <= world_size <= MAX_RANKS, f"world_size is {world_size}, at most {MAX_RANKS}"
-        from torch.distributed import TCPStore
-
         self.warnings = []
-        # The store is served from here: it outlives any rank, as torchrun's does.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._num_calls += 1
+        port = self._store.port
         limit = group_timeout if group_timeout is not None else 0.75 * timeout
         tasks = [
-            pickle.dumps(Task(function, arguments, rank, world_size, store.port, limit))
+            pickle.dumps(Task(function, arguments, rank, world_size, self._num_calls, port, limit))
             for rank in range(world_size)
         ]
         try:
@@ -170,6 +170,13 @@ class Pool:
         """Kill the ranks and remove what they wrote."""
         self._kill_all()
         self._folder.cleanup()
+
+    @cached_property
+    def _store(self) -> Any:
+        """Served from here: it outlives any rank, as torchrun's does."""
+        from torch.distributed import TCPStore
+
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def _start(self, world_size: int) -> list[_Rank]:
         missing = [r for r in range(world_size) if self._ranks[r] is None]

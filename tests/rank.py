@@ -15,10 +15,12 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -70,6 +72,7 @@ class Task:
     arguments: tuple[Any, ...]
     rank: int
     world_size: int
+    number: int
     port: int
     group_timeout: float
 
@@ -89,9 +92,9 @@ def serve(connection: Connection, stacks: str) -> None:
 
     torch.set_num_threads(1)
     torch.set_warn_always(True)  # else a warning is seen by the first test only
-    gc.collect()
-    gc.freeze()  # makes the collection after each task cheap
+    _keep_modules()
     connection.send_bytes(pickle.dumps("ready"))
+    modules = len(sys.modules)
     while True:
         try:
             task = connection.recv_bytes()
@@ -100,9 +103,20 @@ def serve(connection: Connection, stacks: str) -> None:
             released = connection.recv_bytes()
             assert released == RELEASE, f"expected the word to release, got {released!r}"
             _clean_up()
+            # What a thread of the task still holds is not to stay.
+            is_over = not any(one.name.startswith("onecopy") for one in threading.enumerate())
+            if is_over and len(sys.modules) != modules:
+                modules = len(sys.modules)
+                _keep_modules()
             connection.send_bytes(pickle.dumps("idle"))
         except (EOFError, OSError):
             return  # the parent is gone
+
+
+def _keep_modules() -> None:
+    """Take what has been imported out of later collections: it is large, and stays."""
+    gc.collect()
+    gc.freeze()
 
 
 def die_with_parent() -> None:
@@ -129,6 +143,7 @@ def _answer(message: bytes) -> bytes:
     except BaseException as error:  # also SystemExit: the rank must go on serving
         names = [c.__name__ for c in type(error).__mro__ if c is not object]
         failure = RankError(rank, names, str(error), traceback.format_exc())
+        _store.cache_clear()  # something may still wait on this connection
         traceback.clear_frames(error.__traceback__)
         return pickle.dumps((failure, _plain(recorded)))
 
@@ -142,11 +157,24 @@ def _call(task: Task) -> Any:
     random.seed(RANK_SEED)
     torch.manual_seed(RANK_SEED)
     limit = timedelta(seconds=task.group_timeout)
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=limit)
+    store = _store(task.port)
+    store.set_timeout(limit)
     dist.init_process_group(
-        "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit
+        "gloo",
+        store=dist.PrefixStore(f"task {task.number}", store),
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=limit,
     )
     return task.function(*task.arguments)
+
+
+@cache
+def _store(port: int) -> Any:
+    """The connection to the pool's store: kept, as making one asks the resolver for names."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _plain(recorded: list[warnings.WarningMessage]) -> list[RankWarning]:

@@ -11,7 +11,9 @@ from every other rank before it sums: what is summed in one hop must be about eq
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,6 +40,8 @@ Finish = Callable[[], torch.Tensor]
 
 # Elements that are summed and scaled at a time: two fp32 blocks fit the cache of a core.
 BLOCK_NUMEL = 1 << 16
+# How long a transfer that nobody waits for any more may take to end.
+LETTING_GO = datetime.timedelta(seconds=2)
 
 
 class Division(NamedTuple):
@@ -210,11 +214,10 @@ class Messages(Transport):
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
         group, slices = hop.group, flat.split_with_sizes(hop.numels)
-        works = _exchange(hop, slices, [own for _ in group.ranks])
+        messages = _exchange(hop, slices, [own for _ in group.ranks])
 
         def wait() -> torch.Tensor:
-            for work in works:
-                work.wait()
+            messages.wait()
             return flat
 
         return wait
@@ -223,23 +226,21 @@ class Messages(Transport):
         group, slices = hop.group, buffer.split_with_sizes(hop.numels)
         own = slices[group.rank]
         parts = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
-        works = _exchange(hop, parts, slices)
+        messages = _exchange(hop, parts, slices)
 
         def wait() -> torch.Tensor:
-            for work in works:
-                work.wait()
+            messages.wait()
             return _mean_in_order(parts, group.rank, mean)
 
         return wait
 
     def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish:
         to_us, from_us, rank = received.each, sent.each, hop.group.rank
-        works = _exchange(hop, to_us, from_us)
+        messages = _exchange(hop, to_us, from_us)
         to_us[rank].copy_(from_us[rank])
 
         def wait() -> torch.Tensor:
-            for work in works:
-                work.wait()
+            messages.wait()
             return received.buffer
 
         return wait
@@ -253,6 +254,28 @@ class Messages(Transport):
         except RuntimeError:
             # The expected end: the time-out is the purpose.
             return
+
+
+class _UnderWay:
+    """Messages that have been started.
+
+    Gloo reads no further from a peer whose message has lost its memory: who deletes a model right
+    after a step would find the group blocked. So what nobody has waited for is waited for here.
+    """
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def __del__(self) -> None:
+        # Where peers do not come, this rank has failed or will: then the group is of no use.
+        with suppress(RuntimeError):
+            while self._works and not sys.is_finalizing():
+                self._works.pop().wait(LETTING_GO)
 
 
 class Native(Transport):
@@ -339,7 +362,7 @@ def _parts_of_ranks(
 
 def _exchange(
     hop: Hop, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
-) -> list[dist.Work]:
+) -> _UnderWay:
     """Start the messages of one hop: one to each peer, and one from it."""
     process_group, peers = _process_group(hop.group), _peers(hop.group)
     works = [
@@ -350,7 +373,7 @@ def _exchange(
     works += [
         process_group.send([sent[peer]], peer, hop.tag) for peer in peers if sent[peer].numel()
     ]
-    return works
+    return _UnderWay(works)
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:
