@@ -173,6 +173,33 @@ def test_tied_in_the_whole(pool: Pool, tmp_path: Path) -> None:
     compare("stored", stored(again), stored(whole))
 
 
+def same_on_both(root: Path) -> str:
+    """An embedding under one name on the first stage and the last."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pp, whole = mesh["pp"].get_local_rank(), Whole(0)
+    model = stage_of(whole, pp, 2)
+    model.embed = copy.deepcopy(whole.embed)
+    optimizer = optimizer_of(model)
+    onecopy.shard(model, optimizer, stage=2, mesh=mesh)
+    train([model], [optimizer], range(2), 0)
+    onecopy.save(root, model, optimizer)
+    with torch.no_grad(), onecopy.full_parameters(model):
+        model.embed.weight.mul_(1.0 + pp)
+    with pytest.raises(CheckpointError) as failure:
+        onecopy.save(root, model, optimizer, step=3)
+    onecopy.load(root, model, optimizer)
+    onecopy.save(root, model, optimizer, step=3)
+    return str(failure.value)
+
+
+def test_one_embedding_on_two_stages(pool: Pool, tmp_path: Path) -> None:
+    """It is saved once, and loaded by both; copies that have come to differ are refused."""
+    messages = pool.run(2, same_on_both, tmp_path)
+    assert all("under the same names, embed.weight:" in one for one in messages)
+    assert latest(tmp_path) == tmp_path / "step-00000003"
+    go(pool, (1, 1), start=tmp_path / "step-00000002")
+
+
 class Built(nn.Module):
     """A stage that was built on its own, and counts its layers from 0."""
 
