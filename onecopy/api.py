@@ -380,6 +380,13 @@ def _partition_anew(models: list[nn.Module], optimizers: list[torch.optim.Optimi
     shard(models, [*attached, *new], mesh=owners[0].mesh, config=owners[0].engine.config)
     for anew, owner in zip(models, owners, strict=True):
         handle.of(anew).events.follow(owner.events)
+        if owner.engine.owned.ties:
+            warnings.warn(
+                "parameters were added, and this model was sharded anew: call "
+                "onecopy.parallel.tie(...) again, else its parameter and that of the other "
+                "pipeline stage are tied no more",
+                stacklevel=3,
+            )
 
 
 # Wiring ---------------------------------------------------------------------------------------
