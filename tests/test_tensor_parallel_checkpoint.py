@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import onecopy
+from onecopy.checkpoint.folder import latest
 from onecopy.checkpoint.verify import verify
 from tests.motley import compare
 from tests.pool import Pool
@@ -184,6 +192,31 @@ def pretrained(root: Path) -> list[dict[str, Tensor]]:
     return found
 
 
+def with_torch(root: Path) -> None:
+    """A tensor parallel model of torch alone takes a checkpoint, and gives one back."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer, _ = sharded((1, 2), "tensor", 3, is_other=True)
+    onecopy.load(root / "run", model, optimizer)
+    expected = values(model)
+    theirs = parallelize(build(VOCABULARY), mesh["tp"], "sequence")
+    its = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    state = {**get_model_state_dict(theirs), "optimizer": get_optimizer_state_dict(theirs, its)}
+    dcp.load(state, checkpoint_id=latest(root / "run"))
+    set_optimizer_state_dict(theirs, its, state.pop("optimizer"))
+    set_model_state_dict(theirs, state)
+    compare("theirs", values(theirs), expected)
+    backward(theirs, batch(7, 0), "sequence")
+    its.step()
+    state = {
+        "model": get_model_state_dict(theirs),
+        "optim": get_optimizer_state_dict(theirs, its),
+    }
+    dcp.save(state, checkpoint_id=root / "theirs")
+    model, _, _ = sharded((1, 2), "sequence", 2, is_other=True)
+    onecopy.load(root / "theirs", model)
+    compare("ours", values(model), values(theirs))
+
+
 def test_everything_else_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     runs = pool.run(4, everything, tmp_path)
     assert len({drawn for _, drawn in runs[:2]}) == 1, "of one data rank"
@@ -199,5 +232,6 @@ def test_everything_else_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
         if read is not None:
             compare(name, dict(found.state_dict()), read)
     assert not (tmp_path / "live" / ".checkpoint").exists()
+    pool.run(2, with_torch, tmp_path)
     for run_of_rank in pool.run(2, pretrained, tmp_path / "stored"):
         compare("parts", run_of_rank, [runs[0][0]] * 3)
