@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 import onecopy
 import onecopy.handle
+from onecopy import cli
 from onecopy.core.keeper import Keeper
 from onecopy.errors import ActivationError, ConfigError, ShardingError
 from onecopy.events import Event
 from onecopy.memory.live_tensors import LiveTensors
 from onecopy.policies import Activations
+from onecopy.report.run_folder import read_run
+from onecopy.report.trace import spans_of
 from tests import hf_models, models, runs
 
 PLACES = ("device", "host", "nvme")
@@ -467,6 +471,28 @@ def test_a_plan_knows_what_host_memory_takes() -> None:
     found = plans["host"].recommended
     assert found is not None
     assert 'onecopy.checkpoint_activations(model, "host")' in found.code
+
+
+def test_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its page and its trace know what is kept, and for what the rank waits."""
+    model = models.build("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=3)
+    onecopy.checkpoint_activations(model, **settings("nvme", tmp_path))
+    with onecopy.record(tmp_path / "run", model, trace=2):
+        for step in range(4):
+            models.loss(model, models.batch("gpt", step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    run = read_run(tmp_path / "run")
+    (rank,) = run.ranks
+    kinds = Counter((one.kind, one.what) for one in rank.events)
+    assert kinds["keep", "nvme"] == kinds["wait", "keep"] == 3 * 2
+    assert kinds["fetch", "host"] + kinds["fetch", "nvme"] == kinds["wait", "fetch"] == 3 * 2
+    assert {"wait keep blocks.0", "wait fetch blocks.0"} <= {one.name for one in spans_of(rank)}
+    said = capsys.readouterr().out
+    assert "async_save" not in said or "activations are kept on disk" not in said
 
 
 # Copies and errors -----------------------------------------------------------------------------
