@@ -470,7 +470,7 @@ def test_a_plan_knows_what_host_memory_takes() -> None:
         assert on_host.moved - on_device.moved == kept + fetched
     found = plans["host"].recommended
     assert found is not None
-    assert 'onecopy.checkpoint_activations(model, "host")' in found.code
+    assert 'onecopy.checkpoint_activations(model, place="host")' in found.code
 
 
 def test_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

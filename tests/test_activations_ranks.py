@@ -134,6 +134,26 @@ def test_partitioned_inputs(pool: Pool, tmp_path: Path, place: str) -> None:
     assert part * 2 == 4 * shape.partitioned_elements(ROWS) == INPUT_BYTES
     assert 12 * shape.partitioned_elements(ROWS) == shape.model_parallel_elements(ROWS)
     assert part * DEPTH == 2 * shape.checkpoint_bytes(ROWS, partitions=2)  # which counts 16 bit
+    # And as a plan counts it.
+    for choice, kept_on_host in (("partition", 0), ("partition+host", part * DEPTH)):
+        plan = onecopy.plan(
+            12 * DEPTH * WIDTH**2 + 1000,
+            devices=4,
+            tensor=2,
+            layers=DEPTH,
+            hidden=WIDTH,
+            micro_batch=ROWS,
+            sequence=TOKENS,
+            precision="fp32",
+            checkpoint_activations=choice,
+        )
+        given = plan.question.row(plan.rows[2].way)
+        transformer = plan.question.parts(plan.model)[0].transformer
+        assert transformer is not None
+        counted = plan.question._activations(given.way, transformer, 4)
+        assert (sum(n * size for n, size in counted.stacks), counted.on_host) == (
+            (0, kept_on_host) if kept_on_host else (part * DEPTH, 0)
+        )
     copied = {"device": [], "host": ["host"] * 3, "nvme": ["host", "host", "nvme"]}[place]
     fetched = [(name, part, what) for name, what in zip(names[::-1], copied, strict=False)]
     assert of_kind(events, "fetch") == fetched * BACKWARDS

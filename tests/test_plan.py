@@ -644,7 +644,7 @@ def test_speeds_of_networks_in_bits_and_in_bytes(speed: str) -> None:
         ({"optimizer": "sophia"}, "choose one of adamw"),
         ({"precision": "fp8"}, "choose one of fp32, bf16"),
         ({"stage": 4}, "choose one of 0, 1, 2, 3"),
-        ({"checkpoint_activations": "maybe"}, "choose one of auto, on, host, off"),
+        ({"checkpoint_activations": "maybe"}, "choose one of auto, on, partition, host"),
     ],
 )
 def test_bad_settings_give_advice(settings: dict[str, Any], advice: str) -> None:

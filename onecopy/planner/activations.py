@@ -67,6 +67,7 @@ def activations_of(
     *,
     recompute: bool,
     on_host: bool = False,
+    num_parts: int = 1,
 ) -> Activations:
     """What a model keeps for one backward.
 
@@ -74,20 +75,24 @@ def activations_of(
         width: bytes of the compute dtype.
         recompute: only the inputs of blocks are kept, and one block is computed again at a time.
         on_host: they are in host memory: on the device is that of one block, and the next one's.
+        num_parts: as many ranks keep a part of each; on the device is one that is whole.
     """
     tokens, sequence, inside = batch.tokens, batch.sequence, 0
     stacks, moved = [], 0
     for stack in transformer.stacks:
         saved = stack.saved.num_bytes(width, sequence)
-        kept = tokens * (stack.hidden * width if recompute else saved)
+        kept = tokens * saved
+        if recompute:
+            kept = -(-tokens * stack.hidden // num_parts) * width
         moved += stack.count * kept if on_host else 0
         stacks.append((stack.count, 0 if on_host else kept))
         # Where attention writes its weights out, so do their gradients.
         matrix = 16 * stack.saved.positions * sequence
         norms = max(16 * stack.hidden, 8 * stack.normed)
         working = max(norms, 2 * width * stack.widest, matrix)
-        inputs = 2 * stack.hidden * width if on_host else 0
-        inside = max(inside, working + (saved if recompute else 0) + inputs)
+        inputs = stack.hidden * width if on_host or num_parts > 1 else 0
+        coming = stack.hidden * width // num_parts if on_host else 0
+        inside = max(inside, working + (saved + inputs + coming if recompute else 0))
     outside = transformer.outside.num_bytes(width, sequence) + INDICES
     logits = tokens * transformer.vocabulary
     # Logits, their logarithms, and two gradients of these.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from onecopy.planner import estimate
 from onecopy.planner.memory import KINDS
-from onecopy.planner.model_parallel import pipeline_elements, tensor_elements
+from onecopy.planner.model_parallel import input_elements, pipeline_elements, tensor_elements
 from onecopy.planner.recommend import PLACES, seconds
 from onecopy.planner.sizes import shown
 from onecopy.report.amounts import amount, unit_for
@@ -171,8 +171,7 @@ def footnotes(plan: Plan) -> Iterator[str]:
     if any(row.memory.total < row.memory.sum for row in plan.rows):
         yield "All of it is less than the sum: gradients come as activations go."
     if any(row.way.recompute for row in plan.rows):
-        is_away = plan.options.checkpoint_activations == "host"
-        where = ", from inputs that wait in host memory" if is_away else ""
+        where = ", from inputs that wait in host memory" if plan.options.moves_inputs else ""
         yield f"*: activations of blocks are computed again in backward{where}."
     yield from _notes_on_tiers(plan)
     if any(row.way.is_lean for row in plan.rows):
@@ -201,6 +200,10 @@ def _notes_on_parts(plan: Plan) -> Iterator[str]:
         elements = tensor_elements(transformer, batch.tokens, recompute=is_again)
         share = batch.backwards * (options.tensor - 1) / (options.tensor * options.pipeline)
         yield _also_sent("tensor parallelism", "in all-reduces", width * elements * share)
+        if options.partitions_inputs:
+            collected = input_elements(transformer, batch.tokens)
+            what = "making inputs of blocks whole"
+            yield _also_sent(what, "in all-gathers", width * collected * share)
     if options.pipeline > 1:
         num_bytes = width * batch.backwards * pipeline_elements(transformer, batch.tokens)
         yield _also_sent("a pipeline stage", "to its neighbours", num_bytes)

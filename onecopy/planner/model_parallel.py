@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from onecopy.planner.shapes import ModelShape, Saved, Stack, TransformerShape, UnitShape
 
-__all__ = ["parts_of", "pipeline_elements", "tensor_elements"]
+__all__ = ["input_elements", "parts_of", "pipeline_elements", "tensor_elements"]
 
 # Of the 34 bytes that a block keeps for each element between blocks: those that every tensor
 # parallel rank has (around norms and dropouts). Source: Korthikanti et al. 2022, equation 2.
@@ -108,6 +108,14 @@ def tensor_elements(transformer: TransformerShape, tokens: int, *, recompute: bo
     """
     reduces = 6 if recompute else 4
     return sum(2 * reduces * tokens * stack.hidden * stack.count for stack in transformer.stacks)
+
+
+def input_elements(transformer: TransformerShape, tokens: int) -> int:
+    """Elements of the inputs of blocks, which are made whole of parts once for a micro-batch.
+
+    Of them (T-1)/T leave a rank. Source: ZeRO, section 8.
+    """
+    return sum(tokens * stack.hidden * stack.count for stack in transformer.stacks)
 
 
 def pipeline_elements(transformer: TransformerShape, tokens: int) -> int:

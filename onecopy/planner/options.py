@@ -149,8 +149,9 @@ class PlanOptions:
         default="auto",
         metadata=describe(
             "compute activations again in backward instead of keeping them; auto does where they "
-            "would not fit, host keeps the inputs of blocks in host memory, too",
-            choices=("auto", "on", "host", "off"),
+            "would not fit; partition cuts the inputs of blocks, which are kept, over tensor "
+            "parallel ranks, host keeps them in host memory",
+            choices=("auto", "on", "partition", "host", "partition+host", "off"),
         ),
     )
     stage: int | str | None = field(
@@ -189,12 +190,7 @@ class PlanOptions:
                 f"node with {self.devices % per_node}: say --devices-per-node too, a divisor of "
                 f"{self.devices}."
             )
-        if self.devices % self.model_parallel:
-            raise ConfigError(
-                f"--devices is {self.devices}, which --tensor {self.tensor} times --pipeline "
-                f"{self.pipeline} does not divide: each copy of the model takes "
-                f"{self.model_parallel} devices"
-            )
+        self._check_model_parallel()
         bytes_of(self.device_memory)
         for size in (self.host_memory, self.nvme):
             if size is not None:
@@ -208,10 +204,33 @@ class PlanOptions:
                 "a step reads from NVMe and writes to it: say --nvme-read and --nvme-write, or none"
             )
 
+    def _check_model_parallel(self) -> None:
+        if self.devices % self.model_parallel:
+            raise ConfigError(
+                f"--devices is {self.devices}, which --tensor {self.tensor} times --pipeline "
+                f"{self.pipeline} does not divide: each copy of the model takes "
+                f"{self.model_parallel} devices"
+            )
+        if self.partitions_inputs and self.tensor == 1:
+            raise ConfigError(
+                f"--checkpoint-activations {self.checkpoint_activations} cuts inputs of blocks "
+                "over tensor parallel ranks: say how many, --tensor, or leave partition out"
+            )
+
     @property
     def per_node(self) -> int:
         """Devices in one node."""
         return self.devices_per_node or min(self.devices, NODE)
+
+    @property
+    def partitions_inputs(self) -> bool:
+        """Of the inputs of checkpointed blocks each tensor parallel rank keeps a part."""
+        return "partition" in self.checkpoint_activations
+
+    @property
+    def moves_inputs(self) -> bool:
+        """They are in host memory."""
+        return "host" in self.checkpoint_activations
 
     @property
     def model_parallel(self) -> int:

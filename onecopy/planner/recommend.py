@@ -118,7 +118,7 @@ def _reasons(question: Question, row: Row, considered: list[Row]) -> Iterable[st
     alike = [one for one in considered if one.way.tier == way.tier]
     yield _reason_for_stage(row, alike, options.cluster)
     if way.recompute:
-        if options.checkpoint_activations in ("on", "host"):
+        if options.checkpoint_activations != "auto":
             yield "activation checkpointing: as you asked"
         else:
             kept = question.row(replace(way, recompute=False))
@@ -320,8 +320,9 @@ def _code(question: Question, row: Row, config: Config, origin: Origin) -> str:
         launch = launch.replace("torchrun", f"torchrun --nnodes={nodes}")
     third = [line for line in origin.imports if line.startswith("from ")]
     own = [line for line in origin.imports if not line.startswith("from ")]
-    place = ', "host"' if question.options.checkpoint_activations == "host" else ""
-    again = [f"onecopy.checkpoint_activations(model{place})"] if row.way.recompute else []
+    given = ', place="host"' if options.moves_inputs else ""
+    given += ', partition=mesh["tp"]' if options.partitions_inputs else ""
+    again = [f"onecopy.checkpoint_activations(model{given})"] if row.way.recompute else []
     if again and origin.is_hugging_face:
         again.insert(0, "model.config.use_cache = False")
     optimizer = OPTIMIZERS[options.optimizer][1]

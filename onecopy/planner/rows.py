@@ -322,7 +322,8 @@ class Question:
             self.batch,
             width,
             recompute=way.recompute,
-            on_host=way.recompute and self.options.checkpoint_activations == "host",
+            on_host=way.recompute and self.options.moves_inputs,
+            num_parts=self.options.tensor if self.options.partitions_inputs else 1,
         )
 
     def fits(self, way: Way, num_blocks: int) -> bool:

@@ -55,10 +55,10 @@ def rehearse(plan: Plan, model: Any, batch: str | None = None) -> Rehearsal:
     Raises:
         ConfigError: the model cannot be built or fed without values.
     """
-    if plan.options.checkpoint_activations == "host":
+    if plan.options.moves_inputs or plan.options.partitions_inputs:
         raise ConfigError(
-            "one memory is simulated, that of the device, and --checkpoint-activations host keeps "
-            "inputs of blocks in another one: say on"
+            "one rank's device is simulated, and --checkpoint-activations "
+            f"{plan.options.checkpoint_activations} keeps inputs of blocks elsewhere: say on"
         )
     if plan.options.model_parallel > 1:
         raise ConfigError(
