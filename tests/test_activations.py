@@ -533,6 +533,35 @@ class InPlace(models.Block):
         return super().forward(x.mul_(2))
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "expanded": lambda x: x[:1, :1].expand(3, 5, 8),
+    "expanded columns": lambda x: x[..., :1].expand(3, 5, 8),
+    "expanded and transposed": lambda x: x[:1].transpose(0, 1).expand(5, 4, 8)[1:],
+    "sliced": lambda x: x[:, 1:4],
+    "overlapping": lambda x: x.unfold(1, 3, 1).permute(0, 1, 3, 2),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_inputs_come_back_as_they_lay(tmp_path: Path, layout: str) -> None:
+    """Else an operator might take another way than in forward."""
+    torch.manual_seed(0)
+    first = nn.Linear(4, 8)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(3, 5, 4)
+    found = []
+    for place in ("", "host", "nvme"):
+        model = copy.deepcopy(nn.Sequential(first, blocks))
+        if place:
+            path = str(tmp_path) if place == "nvme" else None
+            onecopy.checkpoint_activations(model, place=place, path=path, modules="1.*")
+        model[1](LAYOUTS[layout](model[0](x))).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0]))
+
+
 def test_inputs_that_are_changed() -> None:
     """Within the block an error; after it, what was kept is what counts."""
     model = nn.ModuleList([InPlace(16, 2), InPlace(16, 2)])

@@ -170,7 +170,8 @@ class Keeper:
         local = _arrived(local_of(tensor)).detach()
         is_whole = all(one.is_replicate() for one in getattr(tensor, "placements", ()))
         group = self._group if is_whole else None
-        dense = local if is_dense(local) else local.contiguous()
+        dense = _once_each(local)
+        dense = dense if is_dense(dense) else dense.contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))
         is_to_check = group is not None and inputs.name not in self._checked
         part = flat if group is None else _part_of(flat, group)
@@ -182,7 +183,7 @@ class Keeper:
         self._report_wait("keep", inputs.name, began)
         spec: DTensorSpec | None = getattr(tensor, "_spec", None)
         mine = fingerprint(flat) if is_to_check else None
-        form = _Form(dense.size(), dense.stride(), part.nbytes, spec, mine)
+        form = _Form(local.size(), local.stride(), part.nbytes, spec, mine)
         return _KeptTensor(self, inputs, kept, form, group)
 
     def _place(self, device: torch.device) -> Place:
@@ -329,7 +330,7 @@ class _KeptTensor:
         self._is_awaited = True
         self.inputs.ask()
         with torch.no_grad():
-            values = self._keeper.bring(self).as_strided(self.form.size, self.form.stride)
+            values = _laid_out(self._keeper.bring(self), self.form)
         self._is_awaited = self._is_coming = False
         if self.form.spec is None:
             return values
@@ -391,6 +392,27 @@ def _is_travelling(tensor: torch.Tensor) -> bool:
 def _arrived(tensor: Any) -> torch.Tensor:
     arrived: torch.Tensor = tensor.wait() if _is_travelling(tensor) else tensor
     return arrived
+
+
+def _once_each(tensor: torch.Tensor) -> torch.Tensor:
+    """Of what is expanded, each element once."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dimension) > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _laid_out(row: torch.Tensor, form: _Form) -> torch.Tensor:
+    """The values as they lay before: operators choose their way by strides, and save other tensors
+    or round otherwise on another one.
+    """
+    size = [length if step else 1 for length, step in zip(form.size, form.stride, strict=True)]
+    if is_dense(torch.empty_strided(size, form.stride, device="meta")):
+        values = row.as_strided(size, form.stride)
+    else:
+        values = row.new_empty_strided(size, form.stride)
+        values.copy_(row[: values.numel()].view(size))
+    return values.expand(form.size)
 
 
 def _part_of(flat: torch.Tensor, group: Group) -> torch.Tensor:
