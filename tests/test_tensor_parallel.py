@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -348,6 +349,33 @@ def test_replicas_stay_alike_where_transfers_are_quantized(
     assert len(first) >= 2 * (2 * tp.DEPTH + 1)
     for other in others:
         assert all(map(torch.equal, other, first))
+
+
+def compiled(stage: int, *names: str) -> Run:
+    """With these modules compiled."""
+    mesh = make_mesh()
+    model, optimizer = make(mesh, "tensor", stage=stage)
+    for name in names:
+        model.get_submodule(name).compile(backend="aot_eager")
+    seen = []
+    for step in range(2):
+        seen.append(tp.backward(model, tp.batch(step, 0), "tensor"))
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
+    torch.save(weight, io.BytesIO())
+    assert torch.equal(whole(copy.deepcopy(weight)), whole(weight))
+    with onecopy.full_parameters(model):
+        return seen, {name: whole(value) for name, value in model.named_parameters()}
+
+
+@pytest.mark.sampled("stage", [1, 3], 1)
+def test_compiled_modules(pool: Pool, stage: int) -> None:
+    """Compilers compare what DTensors say with what is in them, which lies in the flat buffer."""
+    losses, values = pool.run(2, compiled, stage)[0]
+    for found, of_run in pool.run(2, compiled, stage, "blocks.0.mlp", "blocks.1.mlp"):
+        assert found == losses
+        assert all(torch.equal(of_run[name], value) for name, value in values.items())
 
 
 def own(stage: int) -> tuple[int, int, int]:

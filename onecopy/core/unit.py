@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from onecopy.core import build
+from onecopy.core.compiling import show_offsets
 from onecopy.core.dtensors import local_of, local_values, version_of
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import Gatherer, guard_class
@@ -176,6 +177,7 @@ class Unit:
         ]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             build.adopt(parameter, view)
+        show_offsets(self.parameters)
         trainable = [parameter.requires_grad for parameter in self.parameters]
         own, groups = self.flat[low:high], self._collectives.groups
         self.slice = OwnedSlice(
