@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
-from onecopy.comm.groups import Group, Groups
+from onecopy.comm.groups import Group, Groups, explained
 from onecopy.comm.hops import Hops, Names, Reduction, Steps
 from onecopy.comm.quantized import Quantized, Transports
 from onecopy.comm.stall import Place
 from onecopy.comm.transport import Division, Finish, Hop
 from onecopy.comm.waits import Wait
 from onecopy.comm.watchdog import Watchdog
-from onecopy.errors import CommunicationError, OneCopyError
 from onecopy.events import Events
 
 __all__ = ["Collectives", "Pending"]
@@ -323,16 +322,8 @@ class Collectives:
 
     @contextmanager
     def _explained(self, group: Group) -> Iterator[None]:
-        try:
-            with self.agreement.blocked():
-                yield
-        except OneCopyError:
-            raise
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} "
-                f"failed ({error}). Most often a peer has ended; its own output says why"
-            ) from error
+        with explained(group), self.agreement.blocked():
+            yield
 
     def _interrupt(self) -> None:
         """Free a main thread that is blocked in a transfer which will never end."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.groups import Group
+from onecopy.comm.groups import Group, explained
 from onecopy.comm.meshes import purpose_of
 from onecopy.comm.waits import Wait
-from onecopy.errors import CommunicationError, MismatchError, ShardingError
+from onecopy.errors import MismatchError, ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,11 +154,5 @@ def _move(
 
 
 def _send(received: Tensor, sent: Tensor, group: Group) -> None:
-    try:
-        with Wait("exchange", group.ranks):
-            dist.all_to_all_single(received, sent, group=group.process_group)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {group.ranks[group.rank]}: an exchange with ranks {list(group.ranks)} failed "
-            f"({error}). Most often a peer has ended; its own output says why"
-        ) from error
+    with explained(group), Wait("exchange", group.ranks):
+        dist.all_to_all_single(received, sent, group=group.process_group)

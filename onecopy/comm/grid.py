@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.groups import Group
+from onecopy.comm.groups import Group, explained
 from onecopy.comm.meshes import groups_along
 from onecopy.comm.transport import Finish
 from onecopy.comm.waits import Wait
-from onecopy.errors import CommunicationError, ShardingError
+from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,14 +103,8 @@ def sum_over(part: Tensor, group: Group, events: Events | None = None) -> Tensor
 
 def _finish(work: dist.Work | None, result: Tensor, group: Group) -> Tensor:
     assert work is not None, "this rank is in the group"
-    try:
-        with Wait("exchange", group.ranks):
-            work.wait()
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} of its "
-            f"grid failed ({error}). Most often a peer has ended; its own output says why"
-        ) from error
+    with explained(group), Wait("exchange", group.ranks):
+        work.wait()
     return result
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from onecopy.errors import ShardingError
+from onecopy.errors import CommunicationError, OneCopyError, ShardingError
 
 if TYPE_CHECKING:
     from onecopy.comm.nodes import Nodes
@@ -20,6 +21,7 @@ __all__ = [
     "Groups",
     "check_backend",
     "end_host_group",
+    "explained",
     "has_native_collectives",
     "host_group",
     "join_launched",
@@ -101,6 +103,24 @@ class Groups:
             every += [nodes.inside, *(one.group for one in nodes.columns)]
             nodes = nodes.inner
         return list({id(one.process_group): one for one in every}.values())
+
+
+@contextmanager
+def explained(group: Group) -> Iterator[None]:
+    """Around a transfer: its failure is an error that names the ranks.
+
+    Raises:
+        CommunicationError: instead of what the backend raises.
+    """
+    try:
+        yield
+    except OneCopyError:
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
+            f"({error}). Most often a peer has ended; its own output says why"
+        ) from error
 
 
 def join_launched(backend: str | None = None, device: torch.device | None = None) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.groups import Group
+from onecopy.comm.groups import Group, explained
 from onecopy.comm.waits import Wait
-from onecopy.errors import CommunicationError, ConfigError
+from onecopy.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,10 +109,5 @@ def ranks_with_others(mine: torch.Tensor, group: Group) -> list[int]:
 
 
 def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
-    try:
+    with explained(group):
         dist.all_gather_single(whole, part, group=group.process_group)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
-            f"({error}). Most often a peer has ended; its own output says why"
-        ) from error
