@@ -73,9 +73,9 @@ def train(mesh: DeviceMesh, device: torch.device, steps: int, stage: int = 3) ->
     part = Part(GPT(CONFIG), pipeline.get_local_rank(), pipeline.size()).to(device)
     tensor_parallel(part, mesh["tp"])
     optimizer = torch.optim.AdamW(part.parameters(), lr=3e-3)
-    onecopy.shard(part, optimizer, stage=stage, mesh=mesh, units=("blocks.*",), max_grad_norm=1.0)
+    onecopy.shard(part, optimizer, stage=stage, mesh=mesh, max_grad_norm=1.0)
     # Of what blocks are given, each tensor rank keeps a part until backward.
-    onecopy.checkpoint_activations(part, modules=["blocks.*"], partition=mesh["tp"])
+    onecopy.checkpoint_activations(part, partition=mesh["tp"])
 
     rank, group = pipeline.get_local_rank(), pipeline.get_group()
     around = PipelineStage(part, rank, pipeline.size(), device, group=group)

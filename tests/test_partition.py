@@ -37,6 +37,12 @@ def test_repeated_blocks() -> None:
     assert names == ["root", "blocks.0", "blocks.1", "blocks.2"]
 
 
+def test_blocks_with_names() -> None:
+    """In a ModuleDict, as pipeline stages have them that keep the numbers of the whole model."""
+    model = nn.ModuleDict({"blocks": nn.ModuleDict({str(i): nn.Linear(4, 4) for i in (4, 5)})})
+    assert list(units_of(model)) == ["blocks.4", "blocks.5"]
+
+
 def test_large_leaves() -> None:
     """An embedding and a head beyond 100,000 elements are units of their own."""
     model = nn.ModuleDict({"embed": nn.Embedding(1000, 128), "head": nn.Linear(128, 1000)})

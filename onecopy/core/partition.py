@@ -1,11 +1,11 @@
 """Which parameters form a unit, without wrapping by the user.
 
-One unit for each repeated block (the children of the outermost ModuleList or Sequential of alike
-modules), one for each tile of a linear, one for each large leaf that is left over (embedding,
-head), one for the small rest at the root. A parameter that several modules use (tied weights) goes
-to a unit whose module contains all of its users. Each unit is uniform in device, dtypes,
-trainability and optimizer; where the optimizer needs whole parameters, each parameter of the unit
-gets one owner.
+One unit for each repeated block (the children of the outermost ModuleList, ModuleDict or Sequential
+of alike modules), one for each tile of a linear, one for each large leaf that is left over
+(embedding, head), one for the small rest at the root. A parameter that several modules use (tied
+weights) goes to a unit whose module contains all of its users. Each unit is uniform in device,
+dtypes, trainability and optimizer; where the optimizer needs whole parameters, each parameter of
+the unit gets one owner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["assign_owners", "chosen_modules", "find_units", "matching"]
 
-CONTAINERS = (nn.ModuleList, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Leaves that are always used by calling them. Others (the projection inside MultiheadAttention,
 # for one) may be read by their parent behind their back, so exact types only.
 CALLED_LEAVES = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
