@@ -172,8 +172,9 @@ def warn_of_unequal(models: Iterable[nn.Module], data: Group, groups: Iterable[G
         if not any(is_cut_over(parameter, group) for _, parameter in parameters):
             # Whole models side by side.
             continue
+        # As text: nan is nan.
         sums = {
-            name: float(local_of(parameter).detach().double().sum())
+            name: str(float(local_of(parameter).detach().double().sum()))
             for name, parameter in parameters
             if not parameter.is_meta and not is_cut_over(parameter, group)
         }
