@@ -1,6 +1,6 @@
 """A GPT on pipeline x data x tensor parallel ranks, its states cut over the data ranks by ZeRO.
 
-Run: torchrun --nproc-per-node=8 three_d.py
+Run: torchrun --nproc-per-node=8 three_d.py (or another multiple of 4 processes)
 """
 
 import torch
@@ -23,8 +23,8 @@ class Part(nn.Module):
 
     def __init__(self, whole: GPT, stage: int, num_stages: int) -> None:
         super().__init__()
-        size = CONFIG.layers // num_stages
-        first, end = stage * size, (stage + 1) * size
+        bounds = [CONFIG.layers * i // num_stages for i in range(num_stages + 1)]
+        first, end = bounds[stage], bounds[stage + 1]
         self.blocks = nn.ModuleDict({str(i): whole.blocks[i] for i in range(first, end)})
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         if self.is_first:

@@ -127,8 +127,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _unknown(argument: str, known: list[str]) -> str:
     name = argument.split("=")[0]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    # Without the dashes, which all of them share and which make short names look alike.
+    words = [one.removeprefix("--") for one in known if one.startswith("--")]
+    near = difflib.get_close_matches(name.lstrip("-"), words, n=1)
+    hint = f" Did you mean --{near[0]}?" if near else ""
     return f"there is no option {name}.{hint}"
 
 

@@ -80,7 +80,8 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if not data:
         raise ShardingError(
             f"the mesh has dimensions {names}, none of them for data, and shard cuts states over "
-            'the data-parallel ranks: pass the whole mesh, or its data dimension, mesh["dp"]'
+            'the data-parallel ranks: pass the whole mesh, or its data dimension, mesh["dp"]. A '
+            "job without data parallelism has one of size 1"
         )
     return mesh if len(data) == mesh.ndim else mesh[data]
 

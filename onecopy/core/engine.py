@@ -151,7 +151,8 @@ class Engine:
                     f"parameter {name} was replaced by another one after shard (an assignment to "
                     "the module, or load_state_dict(assign=True) of a part), which is neither "
                     "trained nor saved: change the values of the old one inside "
-                    "onecopy.full_parameters(model), or replace it before shard"
+                    "onecopy.full_parameters(model), or replace it before shard (where "
+                    "parallelize_module belongs, too)"
                 )
 
         self.owned.settle(uncounted=True)

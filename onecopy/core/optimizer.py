@@ -69,8 +69,9 @@ def refuse_strangers(
         raise ShardingError(
             f"the optimizer holds {len(strangers)} parameters that belong to none of the given "
             f"models, for example {strangers[0]}: their gradients would never be averaged over "
-            "the ranks. Make the optimizer from model.parameters() of the models you pass, or "
-            "pass all its models, shard([model_a, model_b], optimizer)"
+            "the ranks. Make the optimizer from model.parameters() of the models you pass, after "
+            "whatever replaces parameters (parallelize_module does), or pass all its models, "
+            "shard([model_a, model_b], optimizer)"
         )
 
 
