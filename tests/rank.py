@@ -105,6 +105,8 @@ def serve(connection: Connection, stacks: str) -> None:
             _clean_up()
             # What a thread of the task still holds is not to stay.
             is_over = not any(one.name.startswith("onecopy") for one in threading.enumerate())
+            if not is_over:
+                _store.cache_clear()  # it may wait on this connection
             if is_over and len(sys.modules) != modules:
                 modules = len(sys.modules)
                 _keep_modules()
