@@ -264,9 +264,9 @@ def watch(world: Group, seconds: float | None) -> Watchdog | None:
     """The watchdog of this rank, which tells of stalls from `seconds` on.
 
     It lives as long as somebody holds it. None where there is nobody to wait for, or where no
-    seconds are given.
+    seconds are given. The only data rank of a model may wait for its tensor parallel ranks.
     """
-    if world.process_group is None or seconds is None:
+    if world.is_imagined or dist.get_world_size() == 1 or seconds is None:
         return None
     store = dist.distributed_c10d._get_default_store()
     found = _watchdogs.get(id(store))
