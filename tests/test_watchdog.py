@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import onecopy
 from onecopy.comm import stall
@@ -231,6 +232,26 @@ def test_a_late_part_of_a_checkpoint_is_told(pool: Pool, tmp_path: Path, how: st
     assert "waits for the others in a checkpoint" in title, text
     assert title.startswith("training" if how == "save" else "a checkpoint"), text
     assert "until_told()  # late on the disk" in text[text.index("rank 1 does not wait") :], text
+
+
+def late_tensor_rank(root: str) -> list[str]:
+    """The only data rank of a model saves, and its tensor parallel rank comes late."""
+    heard = Heard("onecopy.save")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer = _sharded(2, mesh=mesh)
+    _train(model, optimizer)
+    if dist.get_rank() == 1:
+        until_told()  # late for the save
+    onecopy.save(root, model, optimizer)
+    heard.close()
+    return heard.texts
+
+
+def test_a_late_tensor_parallel_rank_is_told(pool: Pool, tmp_path: Path) -> None:
+    """Also where a model has one data rank, which waits for no other one of them."""
+    (text, *_), late = pool.run(2, late_tensor_rank, str(tmp_path / "run"))
+    assert late == []
+    assert "until_told()  # late for the save" in text, text
 
 
 def late_shard() -> list[str]:
