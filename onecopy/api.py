@@ -29,7 +29,7 @@ from onecopy.core.backward import Backward
 from onecopy.core.coded import code_frozen
 from onecopy.core.conversion import convert_buffers
 from onecopy.core.copying import copy_plain
-from onecopy.core.dtensors import check_dtensor, is_dtensor, tensor_groups, warn_of_unequal
+from onecopy.core.dtensors import check_dtensor, check_replicas, is_dtensor, tensor_groups
 from onecopy.core.engine import Engine
 from onecopy.core.hooks import Hooks, is_hooked
 from onecopy.core.initialise import prepare
@@ -201,7 +201,7 @@ def shard(
             tensor=tensor_groups(models, world, comm_meshes.model_groups(mesh, "tensor")),
             pipeline=comm_meshes.model_groups(mesh, "pipeline"),
         )
-        warn_of_unequal(models, world, ranks.tensor)
+        check_replicas(models, world, ranks.tensor)
         config, choice = choose_stage(config, world, units, optimizer_of, nodes)
         if choice is None:
             check_room(config, world, units, optimizer_of, nodes)

@@ -346,6 +346,8 @@ class Activations:
     modules: tuple[str, ...] | str | Callable[[str, nn.Module], bool] | None = None
 
     def __post_init__(self) -> None:
+        if self.place == "cpu":
+            raise ConfigError('activations.place="cpu": say place="host", the memory of the host')
         check_choice("activations.place", self.place, TIERS)
         if self.path is not None:
             object.__setattr__(self, "path", str(self.path))

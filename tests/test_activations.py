@@ -133,7 +133,7 @@ def test_which_modules(given: dict[str, Any], names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"place": "cpu"}, "activations.place='cpu' is not one of"),
+        ({"place": "cpu"}, 'place="cpu": say place="host"'),
         ({"place": "nvme"}, "needs activations.path"),
         ({"path": "/tmp"}, 'say place="nvme", or leave path out'),
         ({"place": "nvme", "path": "/nowhere"}, "'/nowhere' is no folder that can be written"),

@@ -673,7 +673,9 @@ def test_nothing_that_the_guard_sees_crashes(outcomes: dict[str, dict[str, Outco
 def test_bypasses_are_as_documented(outcomes: dict[str, dict[str, Outcome]], name: str) -> None:
     """The guard does not see these. Should one be seen, take it from the list in docs."""
     error = outcomes["bypasses"][name]["error"]
-    assert error == (None if name in ("set_", "swap_tensors") else "SIGSEGV")
+    # What is trained has a gradient that knows it, and torch swaps nothing that others refer to.
+    expected = {"set_": None, "swap_tensors": "RuntimeError"}
+    assert error == expected.get(name, "SIGSEGV")
     assert outcomes["remedies"][name] == {"error": None, "message": ""}
 
 

@@ -389,8 +389,8 @@ def test_runs_are_found_from_the_threads_of_the_engine(accumulates: bool) -> Non
         y.backward()
     else:
         torch.autograd.grad(y, x)
-    ((count, found, roots),) = seen
-    assert (count, found) == (0, accumulates)
+    ((count, found, roots, is_split),) = seen
+    assert (count, found, is_split) == (0, accumulates, False)
     assert len(roots) == 1 and roots[0] is y
 
 

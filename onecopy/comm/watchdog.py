@@ -266,7 +266,8 @@ def watch(world: Group, seconds: float | None) -> Watchdog | None:
     It lives as long as somebody holds it. None where there is nobody to wait for, or where no
     seconds are given. The only data rank of a model may wait for its tensor parallel ranks.
     """
-    if world.is_imagined or dist.get_world_size() == 1 or seconds is None:
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if world.is_imagined or is_alone or seconds is None:
         return None
     store = dist.distributed_c10d._get_default_store()
     found = _watchdogs.get(id(store))

@@ -11,7 +11,6 @@ plain parameter of such a model). Norms add up parts and count replicas once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import torch
 
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.meshes import groups_along
-from onecopy.errors import ShardingError
+from onecopy.errors import MismatchError, ShardingError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "box_of",
     "check_dtensor",
+    "check_replicas",
     "dimensions_cut",
     "is_cut_over",
     "is_dtensor",
@@ -38,8 +38,10 @@ __all__ = [
     "local_values",
     "tensor_groups",
     "version_of",
-    "warn_of_unequal",
 ]
+
+# Sums of replicas, in their norm: more than what other orders of sums leave.
+SAME_WITHIN = 0.01
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -161,34 +163,47 @@ def tensor_groups(
     return tuple(found)
 
 
-def warn_of_unequal(models: Iterable[nn.Module], data: Group, groups: Iterable[Group]) -> None:
-    """Say so where what ranks of a tensor group should have alike differs. A collective.
+def check_replicas(models: Iterable[nn.Module], data: Group, groups: Iterable[Group]) -> None:
+    """Refuse what ranks of a tensor group should have alike and do not. A collective.
 
     torch broadcasts what it cuts, but no plain parameter: seeds that differ leave models that each
-    rank trains in its own way.
+    rank trains in its own way. Last bits may differ, as after other orders of sums.
+
+    Raises:
+        MismatchError: names the first such parameter, and the ranks.
     """
     parameters = [pair for model in models for pair in model.named_parameters()]
     for group in groups:
         if not any(is_cut_over(parameter, group) for _, parameter in parameters):
             # Whole models side by side.
             continue
-        # As text: nan is nan.
-        sums = {
-            name: str(float(local_of(parameter).detach().double().sum()))
+        mine = {
+            name: _sum_and_norm(local_of(parameter))
             for name, parameter in parameters
             if not parameter.is_meta and not is_cut_over(parameter, group)
         }
-        everyone = gather_objects(group, sums)
-        unequal = [name for name in sums if len({one.get(name) for one in everyone}) > 1]
-        # The others take the values of the first data rank.
-        if unequal and data.rank == 0:
-            warnings.warn(
-                f"{len(unequal)} parameters differ between ranks {list(group.ranks)} of the tensor "
-                f"group, {unequal[0]} for one, and should be replicas: no rank has a part of them. "
-                "Set the same seed on these ranks before the model is built; if they are to be "
-                "parts, let parallelize_module cut them, or make them DTensors",
-                stacklevel=4,
+        everyone = gather_objects(group, mine)
+        unequal = [name for name in mine if not _are_alike([one[name] for one in everyone])]
+        # The other data ranks take the values of the first.
+        unequal = gather_objects(data, unequal)[0]
+        if unequal:
+            raise MismatchError(
+                f"{len(unequal)} parameters differ between the ranks of a tensor group, for one "
+                f"{unequal[0]} on ranks {list(group.ranks)}, and should be replicas: none of these "
+                "ranks has a part of them. Set the same seed on them before the model is built. If "
+                "they are to be parts, let parallelize_module cut them, or make them DTensors"
             )
+
+
+def _sum_and_norm(values: torch.Tensor) -> tuple[float, float]:
+    values = values.detach().double()
+    return float(values.sum()), float(torch.linalg.vector_norm(values))
+
+
+def _are_alike(found: list[tuple[float, float]]) -> bool:
+    """Values that were drawn apart differ in their sum by about their norm."""
+    (total, norm), *others = found
+    return not any(abs(one - total) > SAME_WITHIN * max(norm, other) for one, other in others)
 
 
 def dimensions_cut(parameter: Any) -> tuple[int, ...]:
