@@ -20,7 +20,6 @@ import torch
 from torch.autograd import Variable
 
 from onecopy.core.compiling import not_compiled
-from onecopy.core.dtensors import local_values
 from onecopy.core.loss_scale import refuse_bypass
 from onecopy.core.owned_gradient import OwnedGradient
 from onecopy.core.reduces import Reduces
@@ -154,7 +153,6 @@ class Backward:
         if gradient is None:
             return
         parameter.grad = None
-        gradient = local_values(parameter, gradient)
         if self.stepper is not None:
             self.stepper.arrived(gradients, index, is_nested=len(self._tasks) > 1)
         if gradients.needs_buffer:
@@ -225,7 +223,7 @@ class Backward:
                     gradient = parameter.grad
                     if gradient is not None and type(gradient) is not OwnedGradient:
                         parameter.grad = None
-                        gradients.add(index, local_values(parameter, gradient))
+                        gradients.add(index, gradient)
                 gradients.keep_local()
         self.flush()
 

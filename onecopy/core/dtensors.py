@@ -37,7 +37,6 @@ __all__ = [
     "local_of",
     "local_values",
     "tensor_groups",
-    "version_of",
 ]
 
 # Sums of replicas, in their norm: more than what other orders of sums leave.
@@ -73,12 +72,6 @@ def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         shape, tensor.device_mesh, tensor.placements
     )
     return None if tuple(sizes) == shape else (tuple(offsets), tuple(sizes))
-
-
-def version_of(parameter: torch.Tensor) -> int:
-    """How often a parameter has been written to: as it is, or through the tensor inside it."""
-    version = parameter._version
-    return version + local_of(parameter)._version if is_dtensor(parameter) else version
 
 
 def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:

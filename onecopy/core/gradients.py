@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onecopy.comm.transport import Division
+from onecopy.core.dtensors import local_values
 from onecopy.core.layout import Layout, Span
 from onecopy.core.owned_mean import OwnedMean
 from onecopy.memory import buffers
@@ -148,6 +149,8 @@ class Gradients:
             self.finish_reduce()
         if self.needs_buffer:
             self._take_buffer()
+        if type(gradient) is not torch.Tensor:
+            gradient = local_values(self.unit.parameters[index], gradient)
         target, filled, arrived = self._wholes[index], self._filled, self._arrived
         if self.weight != 1.0:
             if not self.weight:

@@ -41,7 +41,7 @@ from torch import nn
 
 from onecopy.core import build
 from onecopy.core.compiling import show_offsets
-from onecopy.core.dtensors import local_of, local_values, version_of
+from onecopy.core.dtensors import is_dtensor, local_of, local_values
 from onecopy.core.gradients import Gradients
 from onecopy.core.guard import Gatherer, guard_class
 from onecopy.core.layout import ALIGNMENT_BYTES, Layout
@@ -131,7 +131,8 @@ class Unit:
         # Weak: Python's collector does not see what a tensor's class holds.
         guards = {kind: guard_class(kind, weakref.ref(gatherer)) for kind in set(self._classes)}
         self._guards = [guards[kind] for kind in self._classes]
-        self._versions = [version_of(parameter) for parameter in self.parameters]
+        self._has_dtensors = any(map(is_dtensor, self.parameters))
+        self._versions = self._count_writes()
         # Calls in forward whose outputs no gradient has reached so far.
         self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._warned = False
@@ -400,7 +401,7 @@ class Unit:
 
     def keep_changes(self) -> None:
         """Take over into the master what was written into the gathered parameters since."""
-        versions = [version_of(parameter) for parameter in self.parameters]
+        versions = self._count_writes()
         is_known = versions != self._versions or self._is_repointed()
         if not is_known and not self._expects_writes:
             return
@@ -421,7 +422,7 @@ class Unit:
             # The forward has failed: ranks did not agree on gathering it.
             return
         if not is_foreseen and not self.has_hidden_writes and self.slice.has_own_values:
-            versions = [version_of(parameter) for parameter in self.parameters]
+            versions = self._count_writes()
             is_counted = versions != self._versions
             self.has_hidden_writes = not is_counted and self.slice.has_changed
         self._expects_writes = self._expects_writes or self.has_hidden_writes
@@ -447,14 +448,22 @@ class Unit:
         self.drop_secondary()
         torch.autograd.graph.increment_version(self.parameters)
         if self.state is UnitState.GATHERED:
-            self._versions = [version_of(parameter) for parameter in self.parameters]
+            self._versions = self._count_writes()
+
+    def _count_writes(self) -> list[int]:
+        """How often parameters have been written to: as they are, or what is inside of DTensors."""
+        versions = [parameter._version for parameter in self.parameters]
+        if self._has_dtensors:
+            versions += [local_of(parameter)._version for parameter in self.parameters]
+        return versions
 
     def _is_repointed(self) -> bool:
         """Whether somebody has given a parameter other memory (`p.data = ...`)."""
         base, itemsize = self.flat.data_ptr(), self.flat.itemsize
+        found = map(local_of, self.parameters) if self._has_dtensors else self.parameters
         return any(
             local.data_ptr() != base + start * itemsize
-            for start, local in zip(self.layout.starts, map(local_of, self.parameters), strict=True)
+            for start, local in zip(self.layout.starts, found, strict=True)
             if local.numel()
         )
 
@@ -605,7 +614,7 @@ class Unit:
     def _remove_guard(self) -> None:
         for parameter, plain in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = plain
-        self._versions = [version_of(parameter) for parameter in self.parameters]
+        self._versions = self._count_writes()
         self.state = UnitState.GATHERED
 
     def _has_aliases(self, *, settled: bool) -> bool:
