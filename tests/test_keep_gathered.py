@@ -45,6 +45,8 @@ def train(
                 if how == "eval" and number == 0:
                     with torch.no_grad():
                         models.loss(model, models.batch(name, 77, rank))
+                if how == "look" and number == 0:
+                    assert all(parameter.isfinite().all() for parameter in model.parameters())
                 if how == "full" and number == 0:
                     with onecopy.full_parameters(model), torch.no_grad():
                         next(model.parameters()).mul_(0.9)
@@ -88,6 +90,17 @@ def test_the_same_training(
         assert len(gathers) <= num_units * (2 if how == "full" else 1)
         assert left == 0
         assert len({*gathers}) >= num_units - 1  # "unused" has one that nobody gathers
+
+
+def test_looking_changes_nothing(pool: Pool) -> None:
+    """Whoever looks gets exact values, and the next forward again those that codes make."""
+    quantize = onecopy.Quantize(weights="int8", gradients=(None, None))
+    settings = {"stage": 3, "quantize": quantize}
+    plain = pool.run(2, train, "gpt", False, "plain", settings)
+    looked = pool.run(2, train, "gpt", True, "look", settings)
+    for (expected, *_), (values, _, _, left) in zip(plain, looked, strict=True):
+        assert all(torch.equal(values[key], value) for key, value in expected.items())
+        assert left == 0
 
 
 class Tiled(nn.Module):

@@ -268,7 +268,8 @@ class Engine:
             for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
                 if other.state is UnitState.SHARDED and other.secondary is None:
                     other.slice.start_fetch()
-        if exactly and not unit.is_exact:
+        if self.collectives.quantizes_values and exactly != unit.is_exact:
+            # What was kept is for the other kind of use. That there was one must change nothing.
             unit.forget()
         if unit.state is UnitState.KEPT:
             unit.resume()
