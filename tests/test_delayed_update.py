@@ -289,6 +289,26 @@ def test_values_are_read_while_an_update_runs(pool: Pool, stage: int) -> None:
     assert pool.run(2, read_between, stage) == [True, True]
 
 
+def saved_before_step() -> list[float]:
+    """What a forward sees while an update runs whose step came after a look at the state."""
+    seen = []
+    for look in (onecopy.flush, nn.Module.state_dict):
+        model, updater = begin()
+        models.loss(model, models.batch("gpt", 3, dist.get_rank())).backward()
+        look(model)
+        updater.step()
+        time.sleep(0.1)  # the update may be through, and its values are not to be seen yet
+        with torch.no_grad():
+            seen.append(models.loss(model, models.batch("gpt", 9, 0)).item())
+    return seen
+
+
+def test_a_state_dict_between_backward_and_step(pool: Pool) -> None:
+    """What the device lacks of the master is brought up before the update begins to change it."""
+    for flushed, saved in pool.run(2, saved_before_step):
+        assert saved == flushed
+
+
 def state_of_a_part() -> bool:
     """`state_dict()` of a block, in the dtype of its masters."""
     model, _ = begin(0)

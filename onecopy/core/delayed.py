@@ -79,6 +79,8 @@ class DelayedUpdate:
         self._units, self.is_under_way = list(pieces), True
         worker = Worker(optimizer, self._states, groups)
         for unit in self._units:
+            # A gather brings up what the device does not have, and must not look at the master now.
+            unit.slice.send_up()
             unit.slice.is_in_update = True
             assert unit.gradients is not None, "what has a gradient is trainable"
             unit.gradients.forget_overflow()
