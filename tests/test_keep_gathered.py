@@ -92,10 +92,17 @@ def test_the_same_training(
         assert len({*gathers}) >= num_units - 1  # "unused" has one that nobody gathers
 
 
-def test_looking_changes_nothing(pool: Pool) -> None:
-    """Whoever looks gets exact values, and the next forward again those that codes make."""
-    quantize = onecopy.Quantize(weights="int8", gradients=(None, None))
-    settings = {"stage": 3, "quantize": quantize}
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantize": onecopy.Quantize(weights="int8", gradients=(None, None))},
+        {"offload": onecopy.Offload(optimizer="host", gradients="host", delayed_update=1)},
+    ],
+    ids=["quantized", "delayed"],
+)
+def test_looking_changes_nothing(pool: Pool, settings: dict[str, Any]) -> None:
+    """Looks are at exact values, forwards at those of codes; an update may be under way."""
+    settings = {"stage": 3, **settings}
     plain = pool.run(2, train, "gpt", False, "plain", settings)
     looked = pool.run(2, train, "gpt", True, "look", settings)
     for (expected, *_), (values, _, _, left) in zip(plain, looked, strict=True):

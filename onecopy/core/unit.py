@@ -431,7 +431,7 @@ class Unit:
         """What was written into tensors of it since it was released."""
         if self._is_lent and self.state in (UnitState.SHARDED, UnitState.KEPT):
             self._is_lent = False
-            if not buffers.is_freed(self.flat):
+            if not buffers.is_freed(self.flat) and not self.slice.is_only_read:
                 self.slice.take_values()
                 self.has_news = self.secondary is not None
 
