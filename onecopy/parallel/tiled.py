@@ -101,7 +101,9 @@ def tile_modules(model: nn.Module, tile_tokens: int, *, modules: str | Iterable[
     sums over tiles, in their dtype. Names, classes and parameters stay; before or after `shard`.
 
     Not for modules that look at several tokens (attention), or at how many there are (batch norms,
-    routers with a capacity): what they would give cannot be told from what is right.
+    routers with a capacity): what they would give cannot be told from what is right. At stage 3 a
+    module inside of which there are units must get as many tiles on every rank: name it in `units`,
+    or its block, where ranks have different numbers of tokens.
 
     Args:
         tile_tokens: tokens of a tile, those of all rows together.
