@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from onecopy.comm.groups import Group, Groups
+from onecopy.comm.groups import Group, Groups, explained
 from onecopy.comm.waits import Wait
 from onecopy.errors import MismatchError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from onecopy.config import Config
 
-__all__ = ["check_equal", "first_decides", "gather_objects", "number_of_model", "ranks_of_model"]
+__all__ = [
+    "check_equal",
+    "first_decides",
+    "gather_numbers",
+    "gather_objects",
+    "number_of_model",
+    "ranks_of_model",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,6 +42,21 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     # torch orders by rank, a group may be in another order.
     of_rank = dict(zip(sorted(group.ranks), values, strict=True))
     return [of_rank[rank] for rank in group.ranks]
+
+
+def gather_numbers(group: Group, numbers: torch.Tensor) -> list[list[int]]:
+    """Some whole numbers, (n,) int64, of every rank, in the group's order; on the host.
+
+    Raises:
+        CommunicationError: a peer has ended.
+    """
+    if group.process_group is None:
+        return [numbers.tolist()]
+    every = numbers.new_empty(group.size * numbers.numel())
+    with explained(group), Wait("agree", group.ranks):
+        dist.all_gather_single(every, numbers, group=group.process_group)
+    found: list[list[int]] = every.view(group.size, -1).tolist()
+    return found
 
 
 def first_decides(group: Group, value: T, decide: Callable[[list[T]], R]) -> R:

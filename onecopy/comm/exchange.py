@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.groups import Group, explained
+from onecopy.comm.compare import gather_numbers
+from onecopy.comm.groups import Group, as_group, explained
 from onecopy.comm.meshes import purpose_of
 from onecopy.comm.waits import Wait
 from onecopy.errors import MismatchError, ShardingError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from onecopy.events import Events
 
-__all__ = ["check_same", "exchange", "gather_numbers", "group_of"]
+__all__ = ["check_same", "exchange", "group_of"]
 
 # Of each process group: the shapes that its ranks have found equal.
 _compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
@@ -52,10 +53,11 @@ def group_of(where: DeviceMesh | dist.ProcessGroup) -> Group:
                 'which the sequence is cut, for example mesh["sp"]'
             )
         process_group = where.get_group(names[0])
-    ranks, me = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank()
-    if me not in ranks:
-        raise ShardingError(f"rank {me} is not in the group, whose ranks are {list(ranks)}")
-    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
+    group = as_group(process_group)
+    if group is None:
+        ranks = dist.get_process_group_ranks(process_group)
+        raise ShardingError(f"rank {dist.get_rank()} is not in the group, whose ranks are {ranks}")
+    return group
 
 
 def exchange(
@@ -76,17 +78,6 @@ def exchange(
         return tuple(tensors)
     moved: tuple[Tensor, ...] = _Exchange.apply(group, (cut, join), events, *tensors)  # type: ignore[no-untyped-call]
     return moved
-
-
-def gather_numbers(group: Group, numbers: Tensor) -> list[list[int]]:
-    """Some whole numbers, (n,) int64, of every rank, in the group's order; on the host."""
-    if group.process_group is None:
-        return [numbers.tolist()]
-    every = numbers.new_empty(group.size * numbers.numel())
-    with Wait("agree", group.ranks):
-        dist.all_gather_single(every, numbers, group=group.process_group)
-    found: list[list[int]] = every.view(group.size, -1).tolist()
-    return found
 
 
 def check_same(group: Group, tensors: Sequence[Tensor], what: str, remedy: str) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Group",
     "Groups",
+    "as_group",
     "check_backend",
     "end_host_group",
     "explained",
@@ -183,6 +184,14 @@ def host_group(world: Group) -> Group:
     """
     group = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=True)
     return Group(group, world.ranks, world.rank)
+
+
+def as_group(process_group: dist.ProcessGroup | None) -> Group | None:
+    """A process group as this rank sees it; None where this rank is not among them."""
+    ranks, me = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank()
+    if me not in ranks:
+        return None
+    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
 
 
 def pair_group(group: Group) -> Group:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from onecopy.comm.groups import Group, ImaginedWorld, join_or_begin
+from onecopy.comm.groups import Group, ImaginedWorld, as_group, join_or_begin
 from onecopy.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -119,15 +119,14 @@ def groups_along(mesh: DeviceMesh, *, with_single: bool = False) -> tuple[Group,
     Args:
         with_single: also where it is alone.
     """
-    me = dist.get_rank()
     found = []
     for dimension, size in enumerate(mesh.shape):
         if size > 1:
-            process_group = mesh.get_group(dimension)
-            ranks = tuple(dist.get_process_group_ranks(process_group))
-            found.append(Group(process_group, ranks, ranks.index(me)))
+            group = as_group(mesh.get_group(dimension))
+            assert group is not None, "a rank is in the groups of its mesh"
+            found.append(group)
         elif with_single:
-            found.append(Group(None, (me,), 0))
+            found.append(Group(None, (dist.get_rank(),), 0))
     return tuple(found)
 
 
@@ -145,14 +144,14 @@ def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
     if not dist.is_initialized():
         join_or_begin()
     process_group = dist.group.WORLD if mesh is None else _group_of(data_mesh(mesh))
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    me = dist.get_rank()
-    if me not in ranks:
+    group = as_group(process_group)
+    if group is None:
+        ranks = dist.get_process_group_ranks(process_group)
         raise ShardingError(
-            f"rank {me} is not in the mesh, whose ranks are {list(ranks)}: call shard only on the "
-            "ranks that hold this model"
+            f"rank {dist.get_rank()} is not in the mesh, whose ranks are {ranks}: call shard only "
+            "on the ranks that hold this model"
         )
-    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
+    return group
 
 
 def _group_of(data: DeviceMesh) -> dist.ProcessGroup | None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.groups import Group, explained
+from onecopy.comm.compare import gather_numbers
+from onecopy.comm.groups import Group, as_group, explained
 from onecopy.comm.waits import Wait
 from onecopy.errors import ConfigError
 
@@ -44,10 +45,11 @@ def group_of(partition: DeviceMesh | dist.ProcessGroup, setting: str) -> Group:
             'give the one dimension whose ranks have the same inputs, mesh["tp"], or its process '
             "group"
         )
-    ranks, me = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank()
-    if me not in ranks:
-        raise ConfigError(f"{setting} has the ranks {list(ranks)}, and this is rank {me}")
-    return Group(process_group if len(ranks) > 1 else None, ranks, ranks.index(me))
+    group = as_group(process_group)
+    if group is None:
+        ranks = dist.get_process_group_ranks(process_group)
+        raise ConfigError(f"{setting} has the ranks {ranks}, and this is rank {dist.get_rank()}")
+    return group
 
 
 def collect(
@@ -72,9 +74,10 @@ def collect(
     if events is not None:
         num_bytes = part.nbytes * (group.size - 1)
         events.emit("collect", name, num_bytes=num_bytes, group="model")
-    with Wait("collect", group.ranks, unit=name, events=events):
+    with Wait("collect", group.ranks, unit=name, events=events), explained(group):
         # As bytes: Gloo does not know all dtypes.
-        _all_gather(whole.view(torch.uint8), part.view(torch.uint8), group)
+        parts, own = whole.view(torch.uint8), part.view(torch.uint8)
+        dist.all_gather_single(parts, own, group=group.process_group)
     return whole
 
 
@@ -99,15 +102,5 @@ def ranks_with_others(mine: torch.Tensor, group: Group) -> list[int]:
     Args:
         mine: the `fingerprint` of this rank's.
     """
-    if group.process_group is None:
-        return []
-    every = mine.new_empty(2 * group.size)
-    with Wait("agree", group.ranks):
-        _all_gather(every, mine, group)
-    sums = every.view(-1, 2).tolist()
+    sums = gather_numbers(group, mine)
     return [rank for rank, one in zip(group.ranks, sums, strict=True) if one != sums[0]]
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
-    with explained(group):
-        dist.all_gather_single(whole, part, group=group.process_group)

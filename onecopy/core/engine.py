@@ -136,7 +136,8 @@ class Engine:
     @property
     def gathers(self) -> bool:
         """A pass that begins now has its values from other ranks."""
-        return not self._held and all(unit.state is not UnitState.KEPT for unit in self.units)
+        has_kept = self.keeps and any(unit.state is UnitState.KEPT for unit in self.units)
+        return not self._held and not has_kept
 
     def check_parameters(self) -> None:
         """Refuse to go on where parameters are not what they were at shard.

@@ -79,10 +79,8 @@ def find_units(
         dtypes = dtypes_of(parameter, precision, kept=id(parameter) in kept)
         optimizer = optimizer_of(parameter)
         is_whole = config.whole_parameters or needs_whole_parameters(optimizer)
-        if is_whole and id(parameter) in tiles:
-            _refuse_whole(name, optimizer)
-        if is_whole and is_dtensor(parameter):
-            _refuse_whole_dtensor(name, optimizer)
+        if is_whole:
+            _refuse_part(name, parameter, optimizer, is_tile=id(parameter) in tiles)
         device = unmade_device or parameter.device
         stays = any(id(one) in staying for chain in chains[id(parameter)] for one in chain)
         # Codes of a block depend on all of it: beside parts, which differ, what tensor parallel
@@ -140,21 +138,25 @@ def assign_owners(specs: Iterable[UnitSpec], num_slices: int) -> list[UnitSpec]:
     return assigned
 
 
-def _refuse_whole(name: str, optimizer: torch.optim.Optimizer | None) -> None:
+def _refuse_part(
+    name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None, *, is_tile: bool
+) -> None:
+    """Where whole parameters are asked for, no part of one will do."""
+    if is_tile:
+        what, part = "tile of a linear", "tile"
+        remedy = (
+            "Leave out the layers that it updates, tile_linears(..., modules=[...]), or use an "
+            "elementwise optimizer (AdamW, SGD, ...)"
+        )
+    elif is_dtensor(parameter):
+        what, part = "DTensor, of which each tensor-parallel rank has a part", "part"
+        remedy = "Use an elementwise optimizer (AdamW, SGD, ...) for it"
+    else:
+        return
     rule = "whole_parameters=True" if optimizer is None else type(optimizer).__name__
     raise ShardingError(
-        f"{name} is a tile of a linear, and {rule} asks for whole parameters: an update made from "
-        "a tile alone would be another one. Leave out the layers that it updates, "
-        "tile_linears(..., modules=[...]), or use an elementwise optimizer (AdamW, SGD, ...)"
-    )
-
-
-def _refuse_whole_dtensor(name: str, optimizer: torch.optim.Optimizer | None) -> None:
-    rule = "whole_parameters=True" if optimizer is None else type(optimizer).__name__
-    raise ShardingError(
-        f"{name} is a DTensor, of which each tensor-parallel rank has a part, and {rule} asks for "
-        "whole parameters: an update made from a part alone would be another one. Use an "
-        "elementwise optimizer (AdamW, SGD, ...) for it"
+        f"{name} is a {what}, and {rule} asks for whole parameters: an update made from a {part} "
+        f"alone would be another one. {remedy}"
     )
 
 

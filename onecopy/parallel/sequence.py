@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from onecopy import handle
-from onecopy.comm.exchange import check_same, exchange, gather_numbers, group_of
+from onecopy.comm.compare import gather_numbers
+from onecopy.comm.exchange import check_same, exchange, group_of
 from onecopy.comm.groups import Group
 from onecopy.core.compiling import not_compiled
 from onecopy.errors import MismatchError, ShardingError
