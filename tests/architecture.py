@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("handle",),
     ("events",),
-    ("config", "options", "policies"),
+    ("config", "extras", "options", "policies"),
     ("comm",),
     ("memory",),
     ("core",),

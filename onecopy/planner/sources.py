@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from onecopy.errors import ConfigError
+from onecopy.extras import missing
 from onecopy.planner import families, saved
 from onecopy.planner.families import Numbers
 from onecopy.planner.shapes import ModelShape, Stack, TransformerShape, UnitShape
@@ -225,9 +226,8 @@ def _model_of(config: Mapping[str, Any]) -> nn.Module:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"models of type {kind!r} are counted by building them without memory, which needs "
-            "transformers: pip install transformers. Without it: "
-            f"{', '.join(families.FAMILIES)}, or a size."
+            f"{missing('transformers', f'a model of type {kind!r}, counted by building it,')}. "
+            f"Without it: {', '.join(families.FAMILIES)}, or a size."
         ) from error
     try:
         made = transformers.AutoConfig.for_model(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from onecopy.errors import ConfigError
+from onecopy.extras import missing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -29,10 +29,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if find_spec("tensorboard") is None:
-            raise ConfigError(
-                "TensorBoard(...) needs the package tensorboard, which is not installed here: "
-                "pip install 'onecopy[track]'"
-            )
+            raise missing("tensorboard", "TensorBoard(...)")
         self._folder = os.fspath(folder)
         self._writer: SummaryWriter | None = None
 
