@@ -17,6 +17,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOptions
@@ -25,6 +26,8 @@ from onecopy.errors import ConfigError, OneCopyError
 from onecopy.planner.options import CommandOptions
 from onecopy.report.options import ReportOptions
 from onecopy.training.options import TrainOptions
+from onecopy.training.options.group import OptionGroup
+from onecopy.training.settings_file import read_settings
 
 if TYPE_CHECKING:
     from onecopy.planner.plan import Plan
@@ -36,8 +39,9 @@ if TYPE_CHECKING:
 class Command:
     """A subcommand: `options` is a dataclass whose fields become arguments, `run` gets an instance.
 
-    Fields with a default become flags, those without positional arguments. What `run` returns is
-    the exit code, None is 0.
+    Fields with a default become flags, those without positional arguments. `make` gets what was
+    given and makes the instance; by default that is `options` itself. What `run` returns is the
+    exit code, None is 0.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Command:
     description: str
     options: type[Any]
     run: Callable[[Any], int | None]
+    make: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = chosen.pop("command")
     prog = chosen.pop("prog")
     try:
-        return command.run(command.options(**chosen)) or 0
+        make = command.make or command.options
+        return command.run(make(**chosen)) or 0
     except ConfigError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -136,28 +142,54 @@ def _unknown(argument: str, known: list[str]) -> str:
 
 def _add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     hints = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
-        kind = hints[field.name]
-        # argparse formats help texts with %.
-        settings: dict[str, Any] = {"help": field.metadata["help"].replace("%", "%%")}
-        if kind is not bool:
-            settings["metavar"] = field.metadata["metavar"] or _element(kind).__name__.upper()
-            settings["type"] = _element(kind)
-        if field.default is dataclasses.MISSING:
-            if typing.get_origin(kind) is tuple:
-                settings |= {"action": _ExtendTuple, "nargs": "+", "default": ()}
-            parser.add_argument(field.name, **settings)
-            continue
-        settings["default"] = field.default
-        settings["help"] += f" (default: {_shown(field.default)})".replace("%", "%%")
-        if kind is bool:
-            settings["action"] = "store_true"
-        elif field.metadata["choices"]:
-            settings["choices"] = field.metadata["choices"]
-            settings["metavar"] = None
+    groups: tuple[type[OptionGroup], ...] = getattr(options, "groups", ())
+    if not groups:
+        for field in dataclasses.fields(options):
+            _add_option(parser, field, hints[field.name])
+        return
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="read settings from this TOML file; flags override them (default: none)",
+    )
+    # What is not given is not a value: the file may have one.
+    for group in groups:
+        section = parser.add_argument_group(f"{group.title}, [{group.table}] in the file")
+        for field in group.own_fields():
+            _add_option(section, field, hints[field.name], default=argparse.SUPPRESS)
+
+
+def _add_option(
+    parser: argparse._ActionsContainer,  # the only name for a parser or a group of one
+    field: dataclasses.Field[Any],
+    kind: Any,
+    **given: Any,
+) -> None:
+    # argparse formats help texts with %.
+    settings: dict[str, Any] = {"help": field.metadata["help"].replace("%", "%%")}
+    if kind is not bool:
+        settings["metavar"] = field.metadata["metavar"] or _element(kind).__name__.upper()
+        settings["type"] = _element(kind)
+    if field.default is dataclasses.MISSING:
         if typing.get_origin(kind) is tuple:
-            settings["action"], settings["nargs"] = _ExtendTuple, "+"
-        parser.add_argument("--" + field.name.replace("_", "-"), **settings)
+            settings |= {"action": _ExtendTuple, "nargs": "+", "default": ()}
+        parser.add_argument(field.name, **settings)
+        return
+    if given and field.default is None:
+        settings["type"] = _or_none(_element(kind))
+    settings["help"] += f" (default: {_shown(field.default)})".replace("%", "%%")
+    if kind is bool:
+        # Only where a file may have said yes is there something to say no to.
+        settings["action"] = argparse.BooleanOptionalAction if given else "store_true"
+    elif field.metadata["choices"]:
+        choices = field.metadata["choices"]
+        settings["choices"] = (*choices, None) if given and field.default is None else choices
+        settings["metavar"] = "{" + ",".join(map(_shown, settings["choices"])) + "}"
+    if typing.get_origin(kind) is tuple:
+        settings["action"], settings["nargs"] = _ExtendTuple, "+"
+    flag = "--" + field.name.replace("_", "-")
+    parser.add_argument(flag, **{"default": field.default, **settings, **given})
 
 
 class _ExtendTuple(argparse.Action):
@@ -170,7 +202,8 @@ class _ExtendTuple(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *values))
+        before = getattr(namespace, self.dest, ())
+        setattr(namespace, self.dest, (*before, *values))
 
 
 def _element(kind: Any) -> Callable[[str], Any]:
@@ -184,6 +217,14 @@ def _element(kind: Any) -> Callable[[str], Any]:
     return reads
 
 
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read_or_none(text: str) -> Any:
+        return None if text == "none" else read(text)
+
+    read_or_none.__name__ = read.__name__  # argparse says it of what cannot be read
+    return read_or_none
+
+
 def _number_or_word(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
@@ -193,6 +234,8 @@ def _shown(default: Any) -> str:
         return "none"
     if default is False:
         return "off"
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)).strip()
     return str(default)
 
 
@@ -413,6 +456,7 @@ COMMANDS = (
         "model states and the bytes sent, measured and by formula. Under torchrun it joins "
         "torchrun's processes; else it starts its own.",
         options=TrainOptions,
+        make=read_settings,
         run=_train,
     ),
     Command(

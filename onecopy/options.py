@@ -68,7 +68,7 @@ def speed_of(text: str) -> int:
 def check_choices(record: Any) -> None:
     """Raises ConfigError for a field of an options record whose value is none of its choices."""
     for option in fields(record):
-        choices, value = option.metadata["choices"], getattr(record, option.name)
+        choices, value = option.metadata.get("choices"), getattr(record, option.name)
         if choices and value not in choices and value != option.default:
             listed = ", ".join(str(choice) for choice in choices)
             raise ConfigError(f"{_flag(option.name)} is {value!r}: choose one of {listed}.")

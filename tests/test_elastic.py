@@ -211,7 +211,7 @@ TORCHRUN = [
 def arguments(options: TrainOptions) -> list[str]:
     """As typed on the command line: what is not the default."""
     typed = []
-    for field in dataclasses.fields(options):
+    for _, field in options.settings():
         value = getattr(options, field.name)
         if value != field.default and field.type != "bool":
             typed += [f"--{field.name.replace('_', '-')}"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -259,10 +259,10 @@ def _recorded(
     settings = {
         item.name: Setting(
             value=getattr(options, item.name),
-            origin="default" if getattr(options, item.name) == item.default else "command line",
+            origin=options.origin_of(item.name),
             is_default=getattr(options, item.name) == item.default,
         )
-        for item in fields(options)
+        for _, item in options.settings()
     }
     with onecopy.record(
         options.record,
