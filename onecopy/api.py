@@ -139,6 +139,8 @@ def shard(
 ) -> Models:
     """Partition the states of a model over the data-parallel ranks, in place.
 
+        onecopy.shard(model, optimizer, stage=3)
+
     The model keeps its class, modules and `nn.Parameter` objects, the optimizer stays the user's
     own object. After this call forward, backward, `optimizer.step()` and `zero_grad()` keep their
     plain PyTorch meaning on the global batch: gradients are the mean over ranks and the sum over
@@ -158,7 +160,8 @@ def shard(
             are in one node. None for all ranks. Without a process group one is made from
             torchrun's environment, else a world of one rank.
         config: settings as an object.
-        **settings: fields of `Config`: stage, precision, units, max_grad_norm, ...
+        **settings: fields of `Config`, which describes them: stage (what is cut: 1 optimizer
+            states, 2 also gradients, 3 also parameters), precision, offload, max_grad_norm, ...
 
     Returns:
         the model (or the sequence) that was passed.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SENT", "Event", "Events", "Kind", "Sink", "add_sink"]
 
+# What an event can be of; `Event` says what each means.
 Kind = Literal[
     "pass",
     "gather",
@@ -98,6 +99,7 @@ class Event(NamedTuple):
     across_bytes: int = 0
 
 
+# Whatever is called with each event; what it returns does not matter.
 Sink = Callable[[Event], Any]
 
 

@@ -84,8 +84,17 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *args: Any) -> list[Any]:
     In a script, call it under `if __name__ == "__main__":`, because spawned processes import the
     script. In a notebook, call it before anything has used an accelerator.
 
-    Raises LaunchError naming the rank that failed first, after all processes have ended, and
-    ConfigError for arguments that cannot work.
+    Args:
+        fn: a function at the top level of a module, or one that was typed in at a prompt.
+        nproc: how many processes, on this machine; several machines are torchrun's work.
+        args: what each process calls it with.
+
+    Returns:
+        what the processes returned, in the order of their ranks; tensors are copies.
+
+    Raises:
+        LaunchError: a rank has failed; it names the one that failed first. All have ended then.
+        ConfigError: an argument cannot work, or this process is a rank itself.
     """
     _check_place(nproc)
     method = _start_method(fn)

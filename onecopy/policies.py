@@ -26,10 +26,6 @@ __all__ = [
     "Offload",
     "Precision",
     "Quantize",
-    "changed",
-    "check_choice",
-    "names_of",
-    "settings_of",
 ]
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")

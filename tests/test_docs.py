@@ -70,11 +70,54 @@ def test_scripts_of_the_docs_run(pool: Pool, name: str, tmp_path: Path) -> None:
     assert first.strip()
 
 
-def test_links_point_at_files() -> None:
-    """Relative links of all Markdown pages."""
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def _pages() -> list[Path]:
+    """All Markdown that readers see."""
+    folders = ("docs", "benchmarks", "examples")
+    return sorted(
+        [*ROOT.glob("*.md"), *(one for f in folders for one in ROOT.glob(f"{f}/**/*.md"))]
+    )
+
+
+def _prose(page: Path) -> str:
+    """A page without its blocks of code and its code in lines."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]+`", "code", text)
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links may point at, by the rule of GitHub: letters, digits and hyphens of headings."""
+    found: set[str] = set()
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        shown = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        number = sum(re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", one) is not None for one in found)
+        found.add(f"{anchor}-{number}" if number else anchor)
+    return found
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_point_at_what_exists(page: Path) -> None:
+    """Relative links of all Markdown pages: the file, and the heading in it."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in _anchors(file), f"{page.name}: {link}"
+
+
+def test_every_page_of_the_docs_is_reached_from_its_index() -> None:
+    """docs/README.md leads to each of them, by itself or through the index of a folder."""
+    reached = {ROOT / "docs/README.md"}
+    for index in (ROOT / "docs/README.md", ROOT / "docs/api/README.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", _prose(index)):
+            reached.add((index.parent / target).resolve())
+    missing = {str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")} - {
+        str(page.relative_to(ROOT)) for page in reached if page.is_relative_to(ROOT)
+    }
+    assert not missing
 
 
 def test_readme_shows_the_example() -> None:

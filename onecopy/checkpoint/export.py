@@ -52,7 +52,8 @@ Progress = Callable[[int, int, str], None]
 class Exported:
     """What was written.
 
-    files: in the directory, configurations included. num_bytes: of all tensors.
+    files: in the directory, configurations included.
+    num_bytes: of all tensors.
     num_elements: of all tensors.
     left_out: names of what the model has beside tensors, which these files cannot hold.
     """

@@ -55,6 +55,8 @@ class SummaLinear(nn.Module):
 
     Raises:
         ShardingError: the mesh is no grid, or q does not divide the features.
+
+    Source: Optimus (Xu et al. 2021), section 3; SUMMA (van de Geijn and Watts 1997).
     """
 
     def __init__(
@@ -170,9 +172,13 @@ def cut(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Args:
         whole: (tokens, ..., features); q divides the first and the last.
+        mesh: the grid, of q x q ranks.
+
+    Returns:
+        (tokens / q, ..., features / q), contiguous.
 
     Raises:
-        ShardingError: it does not.
+        ShardingError: the mesh is no grid, or q does not divide them.
     """
     grid = grid_of(mesh)
     if whole.ndim < 2 or whole.shape[0] % grid.size or whole.shape[-1] % grid.size:

@@ -77,6 +77,8 @@ def sequence_parallel(model: nn.Module, group: DeviceMesh | dist.ProcessGroup) -
             encoder and a decoder. In forward: the number of tokens or of heads does not fit, or an
             input is none that can be cut.
         MismatchError: in forward: ranks were given different batches.
+
+    Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3.
     """
     ranks = group_of(group)
     inner = model_of_transformers(model)

@@ -60,6 +60,8 @@ def micro_batches(
         ConfigError: gather or reduce is something else, or num is not positive.
         ShardingError: a module is not sharded, or it is over ranks of other pipeline stages; at the
             end of the block, a module has run another number of backwards.
+
+    Source: GPipe (Huang et al. 2019), section 2; ZeRO (Rajbhandari et al. 2020), sections 2 and 7.
     """
     _check(num, gather=gather, reduce=reduce)
     several = list(stages) if isinstance(stages, Sequence) else [stages]

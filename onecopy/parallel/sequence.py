@@ -78,6 +78,8 @@ def attention(  # noqa: PLR0913 - those of torch's function
     Raises:
         ShardingError: the number of heads, or the mask, does not fit.
         MismatchError: ranks have parts of different lengths.
+
+    Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3.
     """
     ranks = group_of(group)
     _check_shapes(query, key, value, enable_gqa)
@@ -133,9 +135,14 @@ def position_ids(part: Tensor, group: DeviceMesh | dist.ProcessGroup, *, dim: in
 
     Args:
         part: what split_sequence has returned, (batch, own part of the sequence, ...).
+        group: the ranks of one sequence, as a mesh of one dimension or a process group.
+        dim: the dimension of the tokens.
 
     Returns:
         (1, own part of the sequence), int64.
+
+    Raises:
+        ShardingError: the mesh has no dimension for sequences, or this rank is not in the group.
     """
     ranks, length = group_of(group), part.shape[dim]
     first = ranks.rank * length

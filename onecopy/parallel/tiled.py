@@ -70,6 +70,8 @@ def tiled_cross_entropy(  # noqa: PLR0913 - those of torch's function
     Raises:
         ConfigError: tile_tokens is not positive, or reduction unknown.
         ShardingError: shapes do not fit; the head's parameters are DTensors.
+
+    Source: ALST (Bekman et al. 2025), sequence tiling.
     """
     _check_loss(hidden, targets, tile_tokens, reduction)
     tile = Tile(ignore_index, label_smoothing, tile_tokens)
@@ -117,6 +119,8 @@ def tile_modules(model: nn.Module, tile_tokens: int, *, modules: str | Iterable[
         ConfigError: tile_tokens is not positive; no module has such a name.
         ShardingError: a module's forward is not that of its class (it is tiled already). In
             forward: it has other arguments, or gives something else.
+
+    Source: ALST (Bekman et al. 2025), sequence tiling.
     """
     _check_tile_tokens(tile_tokens)
     patterns = [modules] if isinstance(modules, str) else list(modules)
