@@ -1,0 +1,79 @@
+"""Scripts of Accelerate: prepared by onecopy, they compute what they compute without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from tests.accelerate_scripts import Script, train
+from tests.pool import Pool
+
+STAGES = [0, 1, 2]
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sgd": {"optimizer": "momentum"},
+    "accumulation": {"accumulation": 3},
+    "clip norm": {"clip": "norm"},
+    "clip value": {"clip": "value", "accumulation": 2},
+    "bf16": {"accelerator": {"mixed_precision": "bf16"}},
+    "split batches": {"batch_size": 8, "split_batches": True},
+    # The first step overflows, and is skipped by all ranks and by the scheduler.
+    "grad scaler": {"loss_scale": 2.0**127, "weight": 64.0},
+}
+
+
+def run_all(scripts: list[Script]) -> list[dict[str, Any]]:
+    """One after another, in one call: importing accelerate takes seconds."""
+    return [train(script) for script in scripts]
+
+
+def test_scripts_equal_their_run_with_ddp(pool: Pool) -> None:
+    """To the last bit, and in everything that the script sees."""
+    twins = [Script(stage=None, **mode) for mode in MODES.values()]
+    ours = [Script(stage=3, **mode) for mode in MODES.values()]
+    lower = [Script(stage=STAGES[number % 3], **mode) for number, mode in enumerate(MODES.values())]
+    for found in pool.run(2, run_all, [*twins, *ours, *lower], timeout=240):
+        of_twins = found[: len(MODES)]
+        for number, mode in enumerate(MODES):
+            for one in found[len(MODES) + number :: len(MODES)]:
+                _assert_same(mode, one, of_twins[number])
+        different = {tuple(one["losses"]) for one in of_twins}
+        assert len(different) == len(MODES), "two modes compute the same: one of them does nothing"
+        assert True in of_twins[-1]["skipped"]
+        assert False in of_twins[-1]["skipped"]
+        assert min(of_twins[3]["norms"]) > 0.3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_two_ranks_equal_one_process_on_the_same_batches(pool: Pool, optimizer: str) -> None:
+    """The one process takes what the ranks take at once as two micro-batches of a step."""
+    alone = Script(stage=None, optimizer=optimizer, accumulation=2)
+    ours = [Script(stage=stage, optimizer=optimizer, **MODES["split batches"]) for stage in (3, 1)]
+    (expected,) = pool.run(1, run_all, [alone])[0]
+    for found in pool.run(2, run_all, ours):
+        for one in found:
+            assert all(map(torch.equal, one["values"], expected["values"]))
+            assert one["rates"] == expected["rates"][1::2]
+
+
+def test_steps_that_fp16_skips_keep_the_scheduler_waiting(pool: Pool) -> None:
+    """Of onecopy's own fp16, of which Accelerate has no GradScaler that could tell."""
+    precision = {"precision": "fp16"}
+    for (one,) in pool.run(2, run_all, [Script(stage=3, optimizer="sgd", settings=precision)]):
+        num_skipped = one["skipped"].count(True)
+        assert 0 < num_skipped < len(one["skipped"]), one["skipped"]
+        plain_rates = [0.1 * 0.7 ** (2 * made // 3) for made in range(1, len(one["rates"]) + 1)]
+        num_made = 0
+        for rate, was_skipped in zip(one["rates"], one["skipped"], strict=True):
+            num_made += not was_skipped
+            assert rate == pytest.approx(plain_rates[num_made - 1] if num_made else 0.1)
+
+
+def _assert_same(mode: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    for key in ("losses", "norms", "rates", "skipped"):
+        assert one[key] == other[key], f"{mode}: {key}"
+    assert all(map(torch.equal, one["values"], other["values"])), mode
