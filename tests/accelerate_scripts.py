@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import onecopy
-import onecopy.handle
 from tests.loops import net
 from tests.runs import OPTIMIZERS
 
