@@ -55,6 +55,7 @@ class Engine:
         has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
             whether an optimizer has their parameters.
         forwards: keys of the forwards since the last backward; they name the backward's segment.
+        keeps_state_dict: this rank wants the values of the state_dict() that all take part in.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Engine:
         self.updates: list[Callable[[], None]] = []
         self.arrivals: list[Callable[[Unit], None]] = []
         self.trainability = 0
+        self.keeps_state_dict = True
         self._pattern: tuple[bool, ...] = ()
         self._patterns: dict[tuple[bool, ...], int] = {}
         self.forwards: list[Hashable] = []

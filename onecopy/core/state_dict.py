@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy import handle
 from onecopy.core.dtensors import is_dtensor, like, local_of
 from onecopy.errors import ShardingError
 from onecopy.handle import NotCopied
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from onecopy.core.engine import Engine
 
-__all__ = ["add_state_dict_hooks"]
+__all__ = ["add_state_dict_hooks", "whole_state_dict"]
 
 
 def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
@@ -51,6 +52,24 @@ def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHand
             ]
     handles.append(model.register_state_dict_post_hook(partial(hooks.after_saving_all)))
     return handles
+
+
+def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """`model.state_dict()` where this rank wants it; elsewhere it takes part, and keeps nothing.
+
+    For files that one rank writes: the others need no host memory for them.
+
+    Args:
+        keep: without it the values of parameters are dropped one by one, and what is returned is
+            empty.
+    """
+    engine: Engine = handle.of(model).engine
+    engine.keeps_state_dict = keep
+    try:
+        state: dict[str, Any] = model.state_dict()
+    finally:
+        engine.keeps_state_dict = True
+    return state if keep else {}
 
 
 class _StateDictHooks(NotCopied):
@@ -78,9 +97,13 @@ class _StateDictHooks(NotCopied):
                 # Another unit of this module may have been touched since.
                 self._engine.touch.touch([parameter], torch.Tensor.detach)
                 whole = unit.gather_value(index)
-                # Of a DTensor it is this rank's part, on the device of its mesh.
-                is_whole = not is_dtensor(parameter)
-                state[prefix + key] = whole.to("cpu") if is_whole else like(parameter, whole)
+                if is_dtensor(parameter):
+                    # This rank's part, on the device of its mesh.
+                    state[prefix + key] = like(parameter, whole)
+                else:
+                    state[prefix + key] = whole.to(
+                        "cpu" if self._engine.keeps_state_dict else "meta"
+                    )
 
     def after_saving_all(
         self, module: nn.Module, state: dict[str, Any], prefix: str, info: Any
