@@ -99,12 +99,19 @@ class _Methods:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As `Accelerator.save_model`, unit by unit: no rank holds the whole model."""
+        """As `Accelerator.save_model`, unit by unit: no rank holds the whole model.
+
+        All ranks call it together; the files are there when it returns on the main process.
+        """
         if handle.find(model) is None or not safe_serialization:
             self._before["save_model"](model, save_directory, max_shard_size, safe_serialization)
             return
         size = convert_file_size_to_int(max_shard_size)
-        export(handle.inner(model), save_directory, max_shard_bytes=size)
+        folder = Path(save_directory)
+        new = folder / ".new"
+        export(handle.inner(model), new, max_shard_bytes=size)
+        if self._accelerator.is_main_process:
+            _replace(folder, new)
 
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
@@ -154,3 +161,14 @@ def _named(word: str, objects: list[Object]) -> _Named[Object]:
     if len(objects) < 2:
         return objects[0] if objects else None
     return {f"{word}_{number}" if number else word: one for number, one in enumerate(objects)}
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Move files into a folder, in the place of an earlier model, which may have had more."""
+    names = {one.name for one in new.iterdir()}
+    for name in names:
+        (new / name).replace(folder / name)
+    for old in folder.glob("model*.safetensors*"):
+        if old.name not in names:
+            old.unlink()
+    new.rmdir()
