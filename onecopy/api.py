@@ -56,6 +56,7 @@ from onecopy.planner.choose import choose_stage
 from onecopy.planner.room import check_room
 from onecopy.policies import Offload, Quantize
 from onecopy.report.announce import announce
+from onecopy.report.conversion import tell
 from onecopy.report.dtypes import describe
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def shard(
             pipeline=comm_meshes.model_groups(mesh, "pipeline"),
         )
         check_replicas(models, world, ranks.tensor)
+        tell(config.imported, world_size=world.size, is_first=ranks.are_first)
         config, choice = choose_stage(config, world, units, optimizer_of, nodes)
         if choice is None:
             check_room(config, world, units, optimizer_of, nodes)

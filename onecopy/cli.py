@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOptions
+from onecopy.deepspeed_config.options import FromDeepSpeedOptions
 from onecopy.doctor.options import DoctorOptions
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.planner.options import CommandOptions
@@ -438,6 +439,22 @@ def _report(options: ReportOptions) -> None:
     report(options)
 
 
+def _config_from_deepspeed(options: FromDeepSpeedOptions) -> None:
+    import json
+
+    from rich.console import Console
+
+    from onecopy.deepspeed_config import convert
+    from onecopy.report.conversion import print_conversion, to_json
+
+    found = convert(options.file, world_size=options.world)
+    if options.json:
+        print(json.dumps(to_json(found), indent=2))
+    else:
+        print_conversion(Console(highlight=False), found)
+    found.raise_if_refused()
+
+
 COMMANDS = (
     Command(
         name="doctor",
@@ -477,6 +494,23 @@ COMMANDS = (
         "several runs differ.",
         options=ReportOptions,
         run=_report,
+    ),
+    CommandGroup(
+        name="config",
+        summary="make settings from the configuration of another library",
+        description="Reads the configuration of another library, and says what becomes of it.",
+        commands=(
+            Command(
+                name="from-deepspeed",
+                summary="say what becomes of each key of a ds_config.json, and print code to paste",
+                description="Shows for each key of DeepSpeed's JSON what it is mapped to, what is "
+                "left to you, or why it is ignored or refused, and prints the call of shard, the "
+                "optimizer, the scheduler and the loop as code. Exits with 2 where something is "
+                "refused.",
+                options=FromDeepSpeedOptions,
+                run=_config_from_deepspeed,
+            ),
+        ),
     ),
     CommandGroup(
         name="checkpoint",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from onecopy.deepspeed_config import Conversion, convert
 from onecopy.errors import ConfigError
 from onecopy.options import bytes_of, unknown_setting
 from onecopy.policies import (
@@ -95,7 +96,8 @@ class Config:
         the same, until the timeout of the process group. See docs/observing.md.
     sinks: callables that receive every event (see `onecopy.events`).
 
-    Where values came from is kept in `origins`, see `origin_of`.
+    Where values came from is kept in `origins`, see `origin_of`; `imported` is what was made of a
+    configuration of DeepSpeed, see `from_deepspeed`.
     """
 
     stage: int | str = 3
@@ -114,6 +116,7 @@ class Config:
     stall_seconds: float | None = 30.0
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    imported: Conversion | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_stage(self.stage)
@@ -224,6 +227,24 @@ class Config:
             settings[policy] = kind(**table)
         return cls.make(None, settings, name)
 
+    @classmethod
+    def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> Config:
+        """A configuration from DeepSpeed's: a JSON file, or the dict that it holds.
+
+        Each of its keys is mapped, left to you, ignored with a reason, or refused; the first
+        `shard` shows the table. Optimizer, scheduler, accumulation and checkpointing of activations
+        are no settings: `onecopy config from-deepspeed FILE` prints them as code to paste.
+
+        Raises:
+            ConfigError: it cannot be read, a key is unknown or of a wrong kind, or something is
+                refused: all of that at once, each with what to do.
+        """
+        found = convert(source)
+        found.raise_if_refused()
+        made = cls.make(None, found.settings, found.source)
+        object.__setattr__(made, "imported", found)
+        return made
+
     def origin_of(self, name: str) -> str:
         """Where the value of a setting came from.
 
@@ -279,6 +300,7 @@ class Config:
         made = cls(**{**base, **settings})
         origins = {} if config is None else {name: config.origin_of(name) for name in known}
         object.__setattr__(made, "origins", {**origins, **dict.fromkeys(settings, origin)})
+        object.__setattr__(made, "imported", None if config is None else config.imported)
         return made
 
 

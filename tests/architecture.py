@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("handle",),
     ("events",),
-    ("config", "extras", "options", "policies"),
+    ("config", "deepspeed_config", "extras", "options", "policies"),
     ("comm",),
     ("memory",),
     ("core",),
