@@ -22,6 +22,7 @@ from onecopy.core.compiling import not_compiled
 from onecopy.core.delayed import DelayedUpdate
 from onecopy.core.grad_scaler import LEAVES_TO_OPTIMIZER, agree_by_hand, is_stepping
 from onecopy.core.loss_scale import agree_on_overflow
+from onecopy.core.optimizer_modes import show_modes, unshow_modes
 from onecopy.core.optimizer_state import register_state_hooks, slice_state
 from onecopy.core.speculative import SpeculativeStep
 from onecopy.core.step_in_backward import clip_factor, norms_by_limit, run_twice, total_norm
@@ -104,6 +105,7 @@ class Binding:
                 backward.stepper.bindings.append(self)
         # Gradients that no_sync keeps on this rank are no piece's: the optimizer cannot see them.
         vars(optimizer)["zero_grad"] = partial(_zero_grad, weakref.ref(self))
+        show_modes(self)
         # The last step has left everything as it was: gradients had overflowed.
         self.is_skipped = False
         self._began = 0.0
@@ -131,6 +133,7 @@ class Binding:
             if backward.stepper is not None:
                 backward.stepper.bindings.remove(self)
         vars(self.optimizer).pop("zero_grad", None)
+        unshow_modes(self)
         if self._decides_itself is None:
             delattr(self.optimizer, LEAVES_TO_OPTIMIZER)
         else:
@@ -428,6 +431,10 @@ class Binding:
         for engine in self._behind:
             engine.finish_failed_step = None
         self._show_values(self._behind)
+
+    def show_values(self) -> None:
+        """Let the models compute with what the pieces are now; all ranks together."""
+        self._show_values([engine for engine, _ in self.engines])
 
     def _show_values(self, engines: Iterable[Engine]) -> None:
         with torch.no_grad():
