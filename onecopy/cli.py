@@ -249,6 +249,7 @@ def _train(options: TrainOptions) -> None:
 
     # Said here once, rather than by every rank.
     find_files(options.data)
+    find_files(options.eval_data)
     goes_on = options.checkpoint or was_restarted()
     if options.record and not goes_on and (options.record / RUN_FILE).exists():
         raise ConfigError(f"--record {options.record} holds a run already: give another folder.")

@@ -15,6 +15,7 @@ EXTRAS = {
     "datasets": "data",
     "lightning": "lightning",
     "peft": "hf",
+    "pyarrow": "data",
     "tensorboard": "track",
     "tokenizers": "hf",
     "transformers": "hf",

@@ -44,5 +44,7 @@ def test_each_package_is_in_the_extra_that_the_error_names() -> None:
     }
     # transformers itself needs tokenizers.
     named["hf"].add("tokenizers")
+    # datasets itself needs pyarrow.
+    named["data"].add("pyarrow")
     for package, extra in EXTRAS.items():
         assert package in named[extra], f"{package} is not in the extra {extra}"

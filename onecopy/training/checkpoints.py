@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 import onecopy
 from onecopy.checkpoint.disk import naming, read_file, write_file
 from onecopy.checkpoint.folder import latest
-from onecopy.checkpoint.manifest import checksum
 from onecopy.comm.values import over_ranks
 from onecopy.errors import ConfigError
 from onecopy.report.progress import ProgressLine, plural
-from onecopy.training.data import Corpus
+from onecopy.training.data import TOKENIZER_FOLDER, Corpus
 from onecopy.training.options import OF_A_RUN, TrainOptions
 
 RUN_FILE = "run.json"
@@ -38,12 +37,12 @@ class Run:
 
     options: those that losses depend on (`options.OF_A_RUN`).
     sequences: of all ranks together in one step.
-    text: a checksum of what is trained on and of what is held out.
+    text: a fingerprint of what is trained on and of what is held out.
     """
 
-    options: dict[str, int | float]
+    options: dict[str, Any]
     sequences: int
-    text: int
+    text: str
 
 
 def join_run(
@@ -70,6 +69,7 @@ def join_run(
     mine = _begun(options, world_size, corpus)
     if not over_ranks(found, maximum=True).item():
         if rank == 0:
+            corpus.tokenizer.save(root / TOKENIZER_FOLDER)
             _write(root, mine)
         return options, False
     run = _read(root)
@@ -159,9 +159,9 @@ class Checkpoints:
 
 def _begun(options: TrainOptions, world_size: int, corpus: Corpus) -> Run:
     return Run(
-        options={name: getattr(options, name) for name in OF_A_RUN},
+        options={name: _plain(getattr(options, name)) for name in OF_A_RUN},
         sequences=options.batch * options.accumulate * world_size,
-        text=checksum(corpus.held_out.numpy().data, checksum(corpus.train.numpy().data)),
+        text=corpus.fingerprint,
     )
 
 
@@ -206,6 +206,11 @@ def _check(root: Path, run: Run, mine: Run) -> None:
             f"The run in {root} began with another text. Give the --data it began with (Python's "
             "own texts differ between versions of Python), or another --checkpoint folder."
         )
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON, which knows no tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _flag(name: str) -> str:

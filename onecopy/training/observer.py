@@ -24,7 +24,7 @@ from onecopy.report.counters import BytesCounter
 from onecopy.report.progress import ProgressLine, Status, plural
 from onecopy.report.states import StateBytes
 from onecopy.training import data
-from onecopy.training.data import Shard
+from onecopy.training.data import Corpus, Shard
 from onecopy.training.options import TrainOptions
 
 # Showing a loss averages it over ranks; a message in every step would slow the training.
@@ -57,7 +57,7 @@ class Observer:
     def __init__(
         self,
         model: nn.Module,
-        held_out: Tensor,
+        corpus: Corpus,
         shard: Shard,
         options: TrainOptions,
         progress: ProgressLine,
@@ -68,7 +68,8 @@ class Observer:
         self.device = device
         self._model = model
         self._shard = shard
-        self._held_out = data.held_out_batches(held_out, shard)
+        self._bytes_per_token = corpus.held_out.bytes_per_token
+        self._held_out = data.held_out_batches(corpus, shard)
         self._counter = BytesCounter()
         self._across = 0
         self._remove_counters = [add_sink(model, sink) for sink in (self._counter, self._cross)]
@@ -122,16 +123,16 @@ class Observer:
         """Measure the held-out loss after `done` steps, with equally many forwards on all ranks."""
         with self.paused():
             self._model.eval()
-            summed, num_bytes = 0.0, 0
+            summed, num_tokens = 0.0, 0
             for tokens, targets in self._held_out:
                 loss = self._model(tokens.to(self.device), targets.to(self.device))
                 # The loss of nothing but repeats is not a number.
                 if counted := int((targets != data.IGNORED).sum()):
                     summed += float(loss) * counted
-                    num_bytes += counted
+                    num_tokens += counted
             self._model.train()
-            of_all, num_bytes_of_all = self._over_ranks([summed, float(num_bytes)])
-            bits = of_all / num_bytes_of_all / math.log(2)
+            of_all, num_tokens_of_all = self._over_ranks([summed, float(num_tokens)])
+            bits = of_all / num_tokens_of_all / self._bytes_per_token / math.log(2)
             self._held_out_bits[done] = bits
         self.progress.note(f"step {done}/{self.options.steps}  held-out {bits:.2f} bits/byte")
 

@@ -84,11 +84,9 @@ def train(options: TrainOptions) -> TrainResult:
     with _world(options) as device:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if _joined() else (0, 1)
         console = Console(quiet=rank != 0, highlight=False)
-        corpus = data.load_corpus(options.data, options.context)
+        corpus = data.load_corpus(options)
         options, resumes = join_run(options, rank, world_size, corpus, device)
-        shard = Shard(
-            rank=rank, world_size=world_size, batch=options.batch, context=options.context
-        )
+        shard = Shard(rank=rank, world_size=world_size, batch=options.batch)
         result = _train(options, shard, corpus, device, console, resumes)
         _show(console, options, world_size, result)
         return result
@@ -133,8 +131,8 @@ def _train(
         _recorded(model, optimizer, options, resumes) as log,
         ProgressLine(console, quiet=quiet) as progress,
     ):
-        observer = Observer(model, corpus.held_out, shard, options, progress, device)
-        batches = Batches(corpus.train, shard, options.seed, options.accumulate)
+        observer = Observer(model, corpus, shard, options, progress, device)
+        batches = Batches(corpus, shard, options.seed, options.accumulate)
         _train_steps(model, optimizer, batches, observer, resumes, log)
     observed = observer.finish()
     return TrainResult(
@@ -281,11 +279,10 @@ def _show_start(
     if options.quiet:
         return
     processes = plural(shard.world_size, "process", "processes")
-    sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out"
     lines = [
         f"onecopy train  stage {options.stage}  {processes}  {options.precision}",
         f"byte-level GPT, {model}",
-        f"{corpus.name}: {sizes}",
+        f"{corpus.name}: {corpus.sizes}",
     ]
     console.print(Text("\n".join(lines)), soft_wrap=True)
 
