@@ -178,6 +178,16 @@ def runs(pid: int) -> bool:
         return False
 
 
+def test_the_cell_of_the_docs_runs_as_it_is_typed_in() -> None:
+    """As a notebook does: a function without a file, and what the ranks return below it."""
+    page = Path(__file__).resolve().parent.parent / "docs/launching.md"
+    (cell,) = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable], input=cell, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert re.fullmatch(r"\[\d\.\d+, \d\.\d+\]\n", done.stdout), done.stderr
+
+
 def test_functions_typed_in_at_a_prompt_can_be_launched() -> None:
     program = (
         "import torch, onecopy.launcher\n"
