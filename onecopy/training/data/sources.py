@@ -134,7 +134,7 @@ def _json_rows(file: Path) -> Iterator[_Row]:
         with opened as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _Row(f"{file}, line {number}", _parsed(line, file, number))
+                    yield _Row(f"{file}, line {number}", _parsed(line.rstrip(), file, number))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{file} is damaged after line {number}: {error}.") from error
     except OSError as error:
