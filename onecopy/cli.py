@@ -4,7 +4,8 @@ This file owns subcommands, exit codes and how errors look. Flags and their help
 option records of the parts that do the work. Nothing here imports torch before it is needed, so
 that `--help` and a mistyped option are answered at once.
 
-Exit codes: 0 done, 1 failed, 2 wrong options, 130 stopped with Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 wrong options, 130 stopped with Ctrl-C, 143 asked to end while
+training, with a checkpoint saved.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from onecopy.planner.plan import Plan
     from onecopy.report.progress import ProgressLine
     from onecopy.simulator.rehearsal import Rehearsal
+
+
+# What a shell says of a process that SIGTERM has ended.
+STOPPED = 143
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +190,11 @@ def _add_option(
         settings["action"] = argparse.BooleanOptionalAction if given else "store_true"
     elif field.metadata["choices"]:
         choices = field.metadata["choices"]
-        settings["choices"] = (*choices, None) if given and field.default is None else choices
-        settings["metavar"] = "{" + ",".join(map(_shown, settings["choices"])) + "}"
+        # "none" is no choice; what is neither is the record's to answer.
+        is_optional = given and field.default is None
+        shown = (*choices, None) if is_optional else choices
+        settings["choices"] = None if is_optional else choices
+        settings["metavar"] = "{" + ",".join(map(_shown, shown)) + "}"
     if typing.get_origin(kind) is tuple:
         settings["action"], settings["nargs"] = _ExtendTuple, "+"
     flag = "--" + field.name.replace("_", "-")
@@ -240,13 +248,21 @@ def _shown(default: Any) -> str:
     return str(default)
 
 
-def _train(options: TrainOptions) -> None:
+def _train(options: TrainOptions) -> int | None:
+    from contextlib import nullcontext
+
     from onecopy.launcher import in_launched_process, launch, was_restarted
     from onecopy.report.progress import leave_live_line
     from onecopy.report.run_folder import RUN_FILE
     from onecopy.training.data import find_files
+    from onecopy.training.stop import passed_on
     from onecopy.training.trainer import train
 
+    if options.dry_run:
+        from onecopy.training.dry_run import dry_run
+
+        dry_run(options)
+        return None
     # Said here once, rather than by every rank.
     find_files(options.data)
     find_files(options.eval_data)
@@ -254,13 +270,15 @@ def _train(options: TrainOptions) -> None:
     if options.record and not goes_on and (options.record / RUN_FILE).exists():
         raise ConfigError(f"--record {options.record} holds a run already: give another folder.")
     if options.nproc == 1 or in_launched_process():
-        train(options)
-        return
+        return STOPPED if train(options).is_stopped else None
     try:
-        launch(train, options.nproc, options)
+        # With checkpoints, ranks that are asked to end save one first.
+        with passed_on() if options.checkpoint else nullcontext():
+            result = launch(train, options.nproc, options)[0]
     except BaseException:
         leave_live_line()
         raise
+    return STOPPED if result.is_stopped else None
 
 
 def _inspect_checkpoint(options: InspectOptions) -> None:
@@ -469,10 +487,11 @@ COMMANDS = (
     ),
     Command(
         name="train",
-        summary="train a small GPT on text, and show memory and traffic beside the formulas",
-        description="Trains a byte-level GPT on text and shows, beside the loss, the memory of "
-        "model states and the bytes sent, measured and by formula. Under torchrun it joins "
-        "torchrun's processes; else it starts its own.",
+        summary="train a language model on text: a small GPT, or one of Hugging Face's",
+        description="Trains a language model on text and shows, beside the loss, the memory of "
+        "model states and the bytes sent, measured and by formula. Without an option it is a small "
+        "GPT on text that Python ships. Under torchrun it joins torchrun's processes; else it "
+        "starts its own. All settings can be in one TOML file: --dry-run shows it.",
         options=TrainOptions,
         make=read_settings,
         run=_train,

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
@@ -137,7 +138,12 @@ def test_a_restarted_run_goes_on_in_its_folder(
     """Another one is refused before anything starts."""
     folder = Recorded().write(tmp_path / "run")
     got: list[TrainOptions] = []
-    monkeypatch.setattr("onecopy.training.trainer.train", got.append)
+
+    def train(options: TrainOptions) -> SimpleNamespace:
+        got.append(options)
+        return SimpleNamespace(is_stopped=False)
+
+    monkeypatch.setattr("onecopy.training.trainer.train", train)
     arguments = ["train", "--nproc", "1", "--record", str(folder)]
     assert cli.main(arguments) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -165,7 +171,7 @@ def test_train_on_two_processes(stage: int, tmp_path: Path) -> None:
     done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    for words in ("2 processes", "text.txt", "this model after 4 steps", "A sample, 20 bytes"):
+    for words in ("2 processes", "text.txt", "this model after 4 steps", "A sample, 20 tokens"):
         assert words in done.stdout
     # Measured and formula agree to the digits shown.
     for row in ("parameters", "optimizer"):

@@ -11,7 +11,14 @@ from onecopy.report.progress import ProgressLine, Status, Transfer, count, durat
 
 
 def status(step: int) -> Status:
-    return Status(step=step, num_steps=40, loss=1.3863, tokens_per_second=1234.0, seconds_left=65.0)
+    return Status(
+        step=step,
+        num_steps=40,
+        loss=1.3863,
+        bits_per_byte=2.0,
+        tokens_per_second=1234.0,
+        seconds_left=65.0,
+    )
 
 
 def shown(*, terminal: bool, quiet: bool = False, seconds_per_step: float = 4.0) -> str:

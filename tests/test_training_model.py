@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from onecopy.training.data import IGNORED
-from onecopy.training.model import GPT, GPTConfig, generate
+from onecopy.training.model import GPT, GPTConfig
+from onecopy.training.sampling import generate
 
 CONFIG = GPTConfig(context=16, layers=2, width=32, heads=4)
 
@@ -52,10 +53,12 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 def test_generation_is_seeded_and_longer_than_the_context(model: GPT) -> None:
-    text = generate(model, b"ab", 40, CONFIG.context, seed=1)
+    text = generate(model, [1, 2], 40, context=CONFIG.context, seed=1)
     assert len(text) == 40
-    assert generate(model, b"ab", 40, CONFIG.context, seed=1) == text
-    assert generate(model, b"ab", 40, CONFIG.context, seed=2) != text
+    assert generate(model, [1, 2], 40, context=CONFIG.context, seed=1) == text
+    assert generate(model, [1, 2], 40, context=CONFIG.context, seed=2) != text
+    end = text[10]
+    assert generate(model, [1, 2], 40, context=CONFIG.context, seed=1, end=end)[-1] == end
 
 
 def test_generation_writes_what_was_learned(model: GPT) -> None:
@@ -65,4 +68,4 @@ def test_generation_writes_what_was_learned(model: GPT) -> None:
         model(text[:, :-1], text[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert generate(model, b"abcd", 8, CONFIG.context) == b"abcdabcd"
+    assert bytes(generate(model, b"abcd", 8, context=CONFIG.context)) == b"abcdabcd"

@@ -27,8 +27,8 @@ __all__ = ["as_text", "print_largest", "print_plan"]
 WIDTH = 100
 
 
-def print_plan(console: Console, plan: Plan) -> None:
-    """Print all of a plan."""
+def print_plan(console: Console, plan: Plan, *, with_code: bool = True) -> None:
+    """Print all of a plan; without the code, for who has a program."""
     if not console.is_terminal:
         # A file has no width of its own.
         console.width = max(console.width, WIDTH)
@@ -47,7 +47,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         console.print(Text("Nothing fits", style="bold red"))
         _print_list(console, plan.advice)
     else:
-        _print_recommended(console, plan.recommended)
+        _print_recommended(console, plan.recommended, with_code)
 
 
 def print_largest(console: Console, settings: Mapping[str, Any], found: Sequence[Largest]) -> None:
@@ -84,9 +84,11 @@ def _table(plan: Plan, part: Part) -> Table:
     return table
 
 
-def _print_recommended(console: Console, found: Recommendation) -> None:
+def _print_recommended(console: Console, found: Recommendation, with_code: bool) -> None:
     console.print(Text(f"Recommended: {name_of(found.row)}", style="bold"))
     _print_list(console, found.reasons)
+    if not with_code:
+        return
     console.print()
     _print_code(console, found.code, "python")
     console.print()

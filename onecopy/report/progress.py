@@ -6,7 +6,6 @@ models nor ranks; rank 0 makes the only one that shows anything.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,11 +34,12 @@ class Shown(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Where the run stands. `loss` is in nats per byte, already averaged over ranks."""
+    """Where the run stands. `loss` is in nats per token, already averaged over ranks."""
 
     step: int  # steps done
     num_steps: int  # of the whole run
     loss: float
+    bits_per_byte: float
     tokens_per_second: float  # of all ranks together
     seconds_left: float
 
@@ -54,7 +54,7 @@ class Status:
         return [
             f"step {self.step}/{self.num_steps}",
             f"loss {self.loss:.3f}",
-            f"{self.loss / math.log(2):.2f} bits/byte",
+            f"{self.bits_per_byte:.2f} bits/byte",
             f"{count(self.tokens_per_second)} tokens/s",
             f"{duration(self.seconds_left)} left",
         ]

@@ -37,7 +37,7 @@ class Run:
 
     options: those that losses depend on (`options.OF_A_RUN`).
     sequences: of all ranks together in one step.
-    text: a fingerprint of what is trained on and of what is held out.
+    text: the fingerprint of what is trained on and of what is held out.
     """
 
     options: dict[str, Any]
@@ -69,8 +69,7 @@ def join_run(
     mine = _begun(options, world_size, corpus)
     if not over_ranks(found, maximum=True).item():
         if rank == 0:
-            corpus.tokenizer.save(root / TOKENIZER_FOLDER)
-            _write(root, mine)
+            _write(root, mine, corpus)
         return options, False
     run = _read(root)
     _check(root, run, mine)
@@ -137,8 +136,8 @@ class Checkpoints:
             progress.note("all steps are done: nothing is trained, these are the run's results")
         return loaded.step
 
-    def after_step(self, done: int) -> None:
-        """`done` steps are done: save, if it is time to.
+    def after_step(self, done: int, *, ends: bool = False) -> None:
+        """`done` steps are done: save, if it is time to, or if the run `ends` here.
 
         Raises:
             CheckpointError: it cannot be written; the checkpoint before it is as it was.
@@ -146,7 +145,7 @@ class Checkpoints:
         options = self._options
         if options.checkpoint is None:
             return
-        if done % options.save_every == 0 or done == options.steps:
+        if ends or done % options.save_every == 0 or done == options.steps:
             onecopy.save(
                 options.checkpoint,
                 self._model,
@@ -159,16 +158,24 @@ class Checkpoints:
 
 def _begun(options: TrainOptions, world_size: int, corpus: Corpus) -> Run:
     return Run(
-        options={name: _plain(getattr(options, name)) for name in OF_A_RUN},
+        options={name: _as_json(getattr(options, name)) for name in OF_A_RUN},
         sequences=options.batch * options.accumulate * world_size,
         text=corpus.fingerprint,
     )
 
 
-def _write(root: Path, run: Run) -> None:
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_json(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _write(root: Path, run: Run, corpus: Corpus) -> None:
     temporary = root / f".{RUN_FILE}.new"
     with naming("written", root / RUN_FILE):
         root.mkdir(parents=True, exist_ok=True)
+        # A tokenizer that was trained might be another one where it is trained again.
+        corpus.tokenizer.save(root / TOKENIZER_FOLDER)
         write_file(temporary, json.dumps(dataclasses.asdict(run), indent=2).encode() + b"\n")
         temporary.replace(root / RUN_FILE)
 
@@ -195,8 +202,8 @@ def _read(root: Path) -> Run:
 def _check(root: Path, run: Run, mine: Run) -> None:
     other = [name for name in OF_A_RUN if run.options.get(name) != mine.options[name]]
     if other:
-        asked = ", ".join(f"--{_flag(name)} {mine.options[name]}" for name in other)
-        begun = ", ".join(f"--{_flag(name)} {run.options.get(name)}" for name in other)
+        asked = ", ".join(_typed(name, mine.options[name]) for name in other)
+        begun = ", ".join(_typed(name, run.options.get(name)) for name in other)
         raise ConfigError(
             f"The run in {root} began with {begun}, and cannot go on with {asked}. Give it the "
             "options that it began with, or give a new run another --checkpoint folder."
@@ -208,10 +215,7 @@ def _check(root: Path, run: Run, mine: Run) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON, which knows no tuples."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+def _typed(name: str, value: Any) -> str:
+    """As on the command line, or nearly so."""
+    words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{name.replace('_', '-')} {words}"

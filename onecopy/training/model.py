@@ -1,6 +1,6 @@
-"""A byte-level GPT, small enough to read in one go.
+"""A GPT, small enough to read in one go.
 
-This file owns the network and how text is sampled from it. It knows nothing of ranks, stages or
+This file owns the network. It knows nothing of ranks, stages or
 onecopy: the trainer shards it like any other `nn.Module`.
 """
 
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-NUM_BYTES = 256
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
@@ -25,6 +23,7 @@ class GPTConfig:
     width: int = 128
     heads: int = 4
     tie_head: bool = False
+    vocabulary: int = 256  # as many as there are bytes
 
 
 class Attention(nn.Module):
@@ -79,16 +78,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte of a text from the bytes before it."""
+    """Predicts the next token of a text from the tokens before it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(NUM_BYTES, config.width)
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, NUM_BYTES, bias=False)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._initialize()
         if config.tie_head:
             self.head.weight = self.embedding.weight
@@ -106,10 +105,10 @@ class GPT(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits for each position, or with `targets` the mean loss in nats per byte.
+        """Logits for each position, or with `targets` the mean loss in nats per token.
 
-        `tokens` and `targets` are (batch, time) int64 with time at most the context; the
-        logits are (batch, time, 256), the loss is a scalar in fp32. Targets of -100 are left out.
+        `tokens` and `targets` are (batch, time) int64 with time at most the context; the logits
+        are (batch, time, vocabulary), the loss is a scalar in fp32. Targets of -100 are left out.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)  # (batch, time, width)
@@ -119,21 +118,3 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-@torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, num_bytes: int, context: int, seed: int = 0) -> bytes:
-    """`num_bytes` bytes that continue `prompt` (at least one byte), drawn from the model.
-
-    The model sees at most the last `context` bytes. Equal seeds give equal texts on every rank.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    text = bytearray(prompt)
-    for _ in range(num_bytes):
-        tokens = torch.tensor([list(text[-context:])], device=device)  # (1, time)
-        logits = model(tokens)[0, -1].float().cpu()  # (256,)
-        # Slightly sharper than the model's own distribution: fewer slips, still varied.
-        probabilities = torch.softmax(logits / 0.8, dim=-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(text[len(prompt) :])

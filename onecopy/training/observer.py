@@ -23,12 +23,14 @@ from onecopy.report import memory
 from onecopy.report.counters import BytesCounter
 from onecopy.report.progress import ProgressLine, Status, plural
 from onecopy.report.states import StateBytes
-from onecopy.training import data
-from onecopy.training.data import Corpus, Shard
+from onecopy.training.data import IGNORED, Corpus, Shard, held_out_batches
+from onecopy.training.models import sum_of_losses
 from onecopy.training.options import TrainOptions
 
-# Showing a loss averages it over ranks; a message in every step would slow the training.
+# Ranks tell each other how they do: their losses, and whether one was asked to end. A message in
+# every step would slow the training, and a request cannot wait for many steps that take long.
 STEPS_PER_STATUS = 5
+SECONDS_PER_STATUS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,10 @@ class Observer:
         self.device = device
         self._model = model
         self._shard = shard
-        self._bytes_per_token = corpus.held_out.bytes_per_token
-        self._held_out = data.held_out_batches(corpus, shard)
+        self._held_out = held_out_batches(corpus, shard)
+        # Nats per token become bits per byte of text, which do not depend on the tokenizer.
+        self._bits_per_nat = 1 / corpus.held_out.bytes_per_token / math.log(2)
+        self._status_every = STEPS_PER_STATUS
         self._counter = BytesCounter()
         self._across = 0
         self._remove_counters = [add_sink(model, sink) for sink in (self._counter, self._cross)]
@@ -96,15 +100,21 @@ class Observer:
                 parameters=int(most[0]), gradients=int(most[1]), optimizer=int(most[2])
             )
 
-    def after_step(self, done: int, loss: Tensor) -> None:
-        """`done` steps are done; `loss` (scalar, nats per byte) is this rank's of the last one."""
+    def after_step(self, done: int, loss: Tensor, signal: str | None = None) -> bool:
+        """`done` steps are done; `loss` (scalar, nats per token) is this rank's of the last one.
+
+        Returns:
+            whether to end now, as some rank has got a `signal`. Ranks hear of it together, a few
+            steps later.
+        """
         self._done = done
         if done == self._first + 1:
             # A process's first step also records the order of use: counting begins after it.
             self._take()
             self._counted_from = done
-        if done % STEPS_PER_STATUS == 0:
-            self._show_status(done, self._mean([float(loss)])[0])
+        stops = False
+        if done % self._status_every == 0 or done == self.options.steps:
+            stops = self._share_status(done, float(loss), signal)
         if self._evaluates_after(done):
             if not self._bytes_per_step and done > self._counted_from:
                 self._count(done - self._counted_from)
@@ -112,6 +122,7 @@ class Observer:
             # What the evaluation has gathered does not belong to a training step.
             self._take()
             self._counted_from = done
+        return stops
 
     def held_out_after(self, done: int) -> dict[str, float]:
         """The held-out loss in bits per byte, if it was measured after `done` steps, by name."""
@@ -123,16 +134,14 @@ class Observer:
         """Measure the held-out loss after `done` steps, with equally many forwards on all ranks."""
         with self.paused():
             self._model.eval()
-            summed, num_tokens = 0.0, 0
+            summed, num_targets = 0.0, 0
             for tokens, targets in self._held_out:
-                loss = self._model(tokens.to(self.device), targets.to(self.device))
-                # The loss of nothing but repeats is not a number.
-                if counted := int((targets != data.IGNORED).sum()):
-                    summed += float(loss) * counted
-                    num_tokens += counted
+                device = self.device
+                summed += float(sum_of_losses(self._model, tokens.to(device), targets.to(device)))
+                num_targets += int((targets != IGNORED).sum())
             self._model.train()
-            of_all, num_tokens_of_all = self._over_ranks([summed, float(num_tokens)])
-            bits = of_all / num_tokens_of_all / self._bytes_per_token / math.log(2)
+            of_all, num_targets_of_all = self._over_ranks([summed, float(num_targets)])
+            bits = of_all / num_targets_of_all * self._bits_per_nat
             self._held_out_bits[done] = bits
         self.progress.note(f"step {done}/{self.options.steps}  held-out {bits:.2f} bits/byte")
 
@@ -209,7 +218,9 @@ class Observer:
         return f"{ranks * batch * accumulate} sequences per step, as before: {' x '.join(factors)}"
 
     def _evaluates_after(self, done: int) -> bool:
-        steps, evals = self.options.steps, self.options.evals
+        steps, evals, every = self.options.steps, self.options.evals, self.options.eval_every
+        if every:
+            return done % every == 0 or done == steps
         return done * evals // steps > (done - 1) * evals // steps
 
     def _cross(self, event: Event) -> None:
@@ -226,18 +237,23 @@ class Observer:
         *sent, self._across_per_step = (total / num_steps for total in sums)
         self._bytes_per_step = dict(zip(SENT, sent, strict=True))
 
-    def _show_status(self, done: int, loss: float) -> None:
-        elapsed = time.monotonic() - self._started
-        left = elapsed / (done - self._first) * (self.options.steps - done)
+    def _share_status(self, done: int, loss: float, signal: str | None) -> bool:
+        """Tell each other; returns whether any rank has got a signal."""
+        per_step = (time.monotonic() - self._started) / (done - self._first)
+        loss, signals, seconds = self._mean([loss, float(signal is not None), per_step])
+        # The same on all ranks, as it comes from what they have shared.
+        self._status_every = max(1, min(STEPS_PER_STATUS, int(SECONDS_PER_STATUS / seconds)))
         self.progress.show(
             Status(
                 step=done,
                 num_steps=self.options.steps,
                 loss=loss,
+                bits_per_byte=loss * self._bits_per_nat,
                 tokens_per_second=self._tokens_per_second(),
-                seconds_left=left,
+                seconds_left=per_step * (self.options.steps - done),
             )
         )
+        return signals > 0
 
     def _trained(self) -> tuple[int, float]:
         """Steps made in this setup, and the seconds they took."""

@@ -1,9 +1,9 @@
 """The ready-made trainer: what `onecopy train` runs in every rank process.
 
-This file owns the loop and what is shown at its end. It uses the public interface only, so it
-can be read as an example: `_train_steps` is a plain PyTorch loop, and the call of
-`onecopy.shard` is the only line that makes it a ZeRO run. What is measured on the way is
-`observer.py`'s business.
+This file owns the loop. It uses the public interface only, so it can be read as an example:
+`_train_steps` is a plain PyTorch loop, and the call of `onecopy.shard` is the only line that makes
+it a ZeRO run. What is measured on the way is `observer.py`'s business, and what is shown at the end
+`show.py`'s.
 """
 
 from __future__ import annotations
@@ -12,143 +12,142 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 import onecopy
 from onecopy import handle
 from onecopy.comm.groups import join_launched
+from onecopy.errors import ConfigError
+from onecopy.extras import require
 from onecopy.launcher import in_launched_process, local_place, was_restarted
-from onecopy.planner import estimate
-from onecopy.report import memory, tables
-from onecopy.report.progress import ProgressLine, count, duration, plural
+from onecopy.report import memory
+from onecopy.report.progress import ProgressLine
 from onecopy.report.run_folder import Setting
-from onecopy.report.states import StateBytes
-from onecopy.training import data
+from onecopy.report.tensorboard import TensorBoard
+from onecopy.training import data, models, show
 from onecopy.training.checkpoints import Checkpoints, join_run
-from onecopy.training.data import Batches, Corpus, Shard
-from onecopy.training.model import GPT, GPTConfig, generate
+from onecopy.training.data import IGNORED, Batches, Corpus, Shard
+from onecopy.training.learning import make_optimizer, share_of_rate
+from onecopy.training.lora import has_adapters, save_adapters
+from onecopy.training.models import Vocabulary
 from onecopy.training.observer import Observer
 from onecopy.training.options import TrainOptions
+from onecopy.training.results import TrainResult
+from onecopy.training.sampling import generate
+from onecopy.training.stop import StopRequest, noticed
 
 if TYPE_CHECKING:
     from onecopy.core.engine import Engine
 
-PROMPT = b"The "
+# A model of at most so many bytes is gathered whole, once, to write a sample; a larger one unit by
+# unit for each token.
+GATHERED_WHOLE = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What a run measured, equal on all ranks. Bits are per held-out byte, averaged over ranks."""
+class Session:
+    """Where and how this process takes part in a run.
 
-    stage: int | str
-    is_quantized: bool
-    node_sizes: tuple[int, ...]  # how many ranks each node has
-    held_out_bits: dict[int, float]  # by the number of steps done
-    unigram_bits: float
-    num_parameters: int  # of the model
-    padded_numel: int  # with the padding of its flat buffers
-    memory: StateBytes | None  # of the rank that holds most; None if not measured
-    bytes_per_step: dict[str, float]  # sent by a rank, by kind of event; empty if not measured
-    across_per_step: float  # those of them that leave its node
-    tokens_per_second: float  # of all ranks together; 0 if not measured
-    seconds: float  # with those of the runs that this one goes on from
-    sample: str
+    shard: its part of each batch. console: quiet but on the first rank. resumes: the run has saved
+    something already. stop: whether this process is asked to end.
+    """
 
-    @property
-    def node_size(self) -> int | None:
-        """Ranks in each node; None where nodes differ, and formulas count rank by rank."""
-        return self.node_sizes[0] if len(set(self.node_sizes)) == 1 else None
-
-    @property
-    def final_bits(self) -> float:
-        """The held-out loss after the last step, in bits per byte."""
-        return self.held_out_bits[max(self.held_out_bits)]
+    shard: Shard
+    device: torch.device
+    console: Console
+    resumes: bool
+    stop: StopRequest
 
 
 def train(options: TrainOptions) -> TrainResult:
     """Train, show the results on rank 0, and return them. Every rank calls it.
 
     Joins the world of torchrun or `onecopy.launch` if this process is one of its ranks, else it
-    is a world of its own. With `options.checkpoint`, a run that ended early is resumed.
+    is a world of its own. With `options.checkpoint`, a run that ended early is resumed, and one
+    that is asked to end (SIGTERM, SIGINT, SIGUSR1) saves a checkpoint first.
 
-    Raises ConfigError for data that cannot be trained on and for options that are not those of
-    the run that is to be resumed, CheckpointError where checkpoints cannot be written or read.
+    Raises ConfigError for a model or data that cannot be trained and for options that are not
+    those of the run that is to be resumed, CheckpointError where checkpoints cannot be written or
+    read.
     """
-    with _world(options) as device:
+    with _world(options) as device, noticed(options.checkpoint is not None) as stop:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if _joined() else (0, 1)
         console = Console(quiet=rank != 0, highlight=False)
+        _check_output(options)
         corpus = data.load_corpus(options)
         options, resumes = join_run(options, rank, world_size, corpus, device)
         shard = Shard(rank=rank, world_size=world_size, batch=options.batch)
-        result = _train(options, shard, corpus, device, console, resumes)
-        _show(console, options, world_size, result)
+        options = with_steps(options, corpus, shard)
+        session = Session(shard=shard, device=device, console=console, resumes=resumes, stop=stop)
+        result = _train(options, corpus, session)
+        if not result.is_stopped:
+            show.print_result(console, options, world_size, result)
         return result
 
 
-def _train(
-    options: TrainOptions,
-    shard: Shard,
-    corpus: Corpus,
-    device: torch.device,
-    console: Console,
-    resumes: bool,
-) -> TrainResult:
+def with_steps(options: TrainOptions, corpus: Corpus, shard: Shard) -> TrainOptions:
+    """The options with the number of steps that `epochs` are, if they say that."""
+    if not options.epochs:
+        return options
+    steps = options.epochs * data.steps_per_epoch(corpus, shard, options.accumulate)
+    return replace(options, steps=max(2, math.ceil(steps)))
+
+
+def vocabulary_of(corpus: Corpus) -> Vocabulary:
+    """What the model must know of the tokenizer."""
+    return Vocabulary(size=corpus.tokenizer.vocab_size, end=corpus.tokenizer.end)
+
+
+def _train(options: TrainOptions, corpus: Corpus, session: Session) -> TrainResult:
+    shard, console = session.shard, session.console
     torch.manual_seed(options.seed)
-    model = GPT(
-        GPTConfig(
-            context=options.context,
-            layers=options.layers,
-            width=options.width,
-            heads=options.heads,
-        )
-    ).to(device)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, weight_decay=options.weight_decay
-    )
+    model = models.build(options, vocabulary_of(corpus), session.device)
+    optimizer = make_optimizer(model, options)
+    if options.activations is not None:
+        onecopy.checkpoint_activations(model, options.activations)
+    # Clipping is the step's: also where the step is within backward.
     onecopy.shard(
-        model,
-        optimizer,
-        stage=options.stage,
-        memory=options.memory,
-        node_size=options.node_size,
-        precision=options.precision,
-        quantize=options.quantize,
+        model, optimizer, config=options.config(), max_grad_norm=options.max_grad_norm or None
     )
+    model.train()
     engine: Engine = handle.of(model).engine
     options = replace(options, stage=engine.config.chosen_stage, memory=None)
 
-    _show_start(console, options, shard, corpus, f"{num_parameters:,} parameters on {device.type}")
+    show.print_start(console, options, shard, corpus, model)
     quiet = options.quiet or shard.rank != 0
     with (
-        _recorded(model, optimizer, options, resumes) as log,
+        _recorded(model, optimizer, options, session.resumes) as log,
         ProgressLine(console, quiet=quiet) as progress,
     ):
-        observer = Observer(model, corpus, shard, options, progress, device)
+        observer = Observer(model, corpus, shard, options, progress, session.device)
         batches = Batches(corpus, shard, options.seed, options.accumulate)
-        _train_steps(model, optimizer, batches, observer, resumes, log)
+        is_stopped = _train_steps(model, optimizer, batches, observer, session, log)
     observed = observer.finish()
+    if not is_stopped:
+        _save_model(model, options, corpus, console, writes=shard.rank == 0)
     return TrainResult(
         stage=options.stage,
         is_quantized=engine.config.quantize is not None,
         node_sizes=tuple(map(len, engine.collectives.groups.node_ranks)) or (shard.world_size,),
         held_out_bits=observed.held_out_bits,
         unigram_bits=data.unigram_bits(corpus),
-        num_parameters=num_parameters,
+        num_parameters=sum(one.numel() for one in model.parameters()),
+        num_trained=sum(one.numel() for one in model.parameters() if one.requires_grad),
         padded_numel=memory.padded_numel(model),
         memory=observed.memory,
         bytes_per_step=observed.bytes_per_step,
         across_per_step=observed.across_per_step,
         tokens_per_second=observed.tokens_per_second,
         seconds=observed.seconds,
-        sample=_sample(model, options),
+        samples=() if is_stopped else _samples(model, options, corpus),
+        is_stopped=is_stopped,
     )
 
 
@@ -157,62 +156,102 @@ def _train_steps(
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     observer: Observer,
-    resumes: bool,
+    session: Session,
     log: Callable[..., None],
-) -> None:
-    options, device = observer.options, observer.device
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle(options))
+) -> bool:
+    """Train to the end; returns whether a signal has asked to stop before."""
+    options, device = observer.options, session.device
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate(options))
     parts: dict[str, Stateful] = {
         "scheduler": scheduler,
         "batches": batches,
         "observer": observer,
     }
     checkpoints = Checkpoints(options, model, optimizer, parts)
-    done = checkpoints.resume(observer.progress) if resumes else 0
+    done = checkpoints.resume(observer.progress) if session.resumes else 0
     if not done:
         observer.evaluate(0)
     for step in range(done, options.steps):
-        mean_loss, num_tokens = torch.zeros((), device=device), 0
-        for tokens, targets in next(batches):
-            loss = model(tokens.to(device), targets.to(device)) / options.accumulate
+        mean_loss = torch.zeros((), device=device)
+        drawn = next(batches)
+        num_targets = _counted(drawn)
+        # The loss is the mean over the targets of all ranks, of which this one has its share.
+        scale = onecopy.loss_weight(model, num_targets) / max(num_targets, 1)
+        for tokens, targets in drawn:
+            loss = models.sum_of_losses(model, tokens.to(device), targets.to(device)) * scale
             loss.backward()
             mean_loss += loss.detach()
-            num_tokens += tokens.numel()
-        if options.max_grad_norm:
-            onecopy.clip_grad_norm_(model, options.max_grad_norm)
         observer.before_step(step, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        log(loss=mean_loss, tokens=num_tokens, lr=scheduler.get_last_lr()[0])
-        observer.after_step(step + 1, mean_loss)
+        log(loss=mean_loss, tokens=num_targets, lr=scheduler.get_last_lr()[0])
+        stops = observer.after_step(step + 1, mean_loss, session.stop.signal)
         log(**observer.held_out_after(step + 1))
         with observer.paused():
-            checkpoints.after_step(step + 1)
+            checkpoints.after_step(step + 1, ends=stops)
+        if stops and step + 1 < options.steps:
+            observer.progress.note(
+                f"asked to end: saved after step {step + 1} of {options.steps}. The same command "
+                "goes on from there"
+            )
+            return True
+    return False
 
 
-def one_cycle(options: TrainOptions) -> Callable[[int], float]:
-    """The learning rate at each step, as a share of the highest: a linear rise, then a cosine."""
-    rising = max(1, round(options.warmup * options.steps))
-
-    def share(step: int) -> float:
-        if step < rising:
-            return (step + 1) / rising
-        falling = (step - rising) / max(1, options.steps - rising)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, falling)))
-
-    return share
+def _counted(drawn: list[tuple[Tensor, Tensor]]) -> int:
+    return sum(int((targets != IGNORED).sum()) for _, targets in drawn)
 
 
-def _sample(model: nn.Module, options: TrainOptions) -> str:
+def _check_output(options: TrainOptions) -> None:
+    folder = options.save_model
+    if folder is not None and any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"--save-model {folder} holds a model already: give another folder, or move it away."
+        )
+
+
+def _save_model(
+    model: nn.Module, options: TrainOptions, corpus: Corpus, console: Console, *, writes: bool
+) -> None:
+    folder = options.save_model
+    if folder is None:
+        return
+    if has_adapters(model):
+        save_adapters(model, folder, writes=writes)
+    else:
+        onecopy.export(model, folder)
+    if writes:
+        corpus.tokenizer.save(folder)
+    show.print_line(console, f"saved in {folder}")
+
+
+def _samples(model: nn.Module, options: TrainOptions, corpus: Corpus) -> tuple[str, ...]:
     if not options.sample:
-        return ""
-    # All ranks write the same text, because a forward belongs to all of them.
+        return ()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.eval()
+    if num_bytes > GATHERED_WHOLE:
+        return tuple(_sample(model, options, corpus, prompt) for prompt in options.prompt)
     with onecopy.full_parameters(model):
-        text = generate(model, PROMPT, options.sample, options.context, options.seed)
-    written = (PROMPT + text).decode("utf-8", errors="replace")
-    # A terminal would obey control characters, which an untrained model writes.
-    return "".join(c for c in written if c == "\n" or c.isprintable())
+        return tuple(_sample(model, options, corpus, prompt) for prompt in options.prompt)
+
+
+def _sample(model: nn.Module, options: TrainOptions, corpus: Corpus, prompt: str) -> str:
+    tokenizer = corpus.tokenizer
+    begin = [*tokenizer.begin, *tokenizer.encode(prompt)]
+    if not begin:
+        begin = [0 if tokenizer.end is None else tokenizer.end]
+    # All ranks write the same text, because a forward belongs to all of them.
+    text = generate(
+        model,
+        begin,
+        options.sample,
+        context=options.context,
+        seed=options.seed,
+        end=tokenizer.end,
+    )
+    return tokenizer.decode([*begin, *text])
 
 
 def _joined() -> bool:
@@ -266,6 +305,7 @@ def _recorded(
         options.record,
         model,
         optimizer,
+        trackers=_trackers(options, options.record),
         trace=options.trace,
         resume=resumes or was_restarted(),
         settings=settings,
@@ -273,94 +313,13 @@ def _recorded(
         yield run.log
 
 
-def _show_start(
-    console: Console, options: TrainOptions, shard: Shard, corpus: Corpus, model: str
-) -> None:
-    if options.quiet:
-        return
-    processes = plural(shard.world_size, "process", "processes")
-    lines = [
-        f"onecopy train  stage {options.stage}  {processes}  {options.precision}",
-        f"byte-level GPT, {model}",
-        f"{corpus.name}: {corpus.sizes}",
-    ]
-    console.print(Text("\n".join(lines)), soft_wrap=True)
-
-
-def _show(console: Console, options: TrainOptions, world_size: int, result: TrainResult) -> None:
-    console.print()
-    tables.print_losses(
-        console,
-        {
-            "all bytes alike (uniform)": data.UNIFORM_BITS,
-            "how often each byte occurs (unigram)": result.unigram_bits,
-            "this model before training": result.held_out_bits[0],
-            f"this model after {options.steps} steps": result.final_bits,
-        },
-        "Held-out loss",
-    )
-    if result.memory is not None and result.node_size is not None:
-        _show_memory(console, options, world_size, result, result.memory)
-    if world_size > 1 and result.bytes_per_step and result.node_size is not None:
-        _show_bytes_sent(console, options, world_size, result)
-    if len(result.node_sizes) > 1 and result.bytes_per_step:
-        *smaller, largest = sorted(set(result.node_sizes))
-        sizes = " or ".join([*map(str, smaller), plural(largest, "rank")])
-        console.print(
-            f"{len(result.node_sizes)} nodes of {sizes}: a rank sends "
-            f"{result.across_per_step / 1000:,.1f} kB per step to other nodes"
-        )
-        console.print()
-    if result.sample:
-        console.print(Text(f"A sample, {options.sample} bytes", style="bold"))
-        console.print(Text(result.sample), soft_wrap=True)
-        console.print()
-    parts = [duration(result.seconds)]
-    if result.tokens_per_second:
-        parts.append(
-            f"{count(result.tokens_per_second)} tokens/s over {plural(world_size, 'rank')}"
-        )
-    console.print(", ".join(parts))
-    if options.record is not None:
-        told = f"recorded in {options.record}; to see it: onecopy report {options.record}"
-        console.print(Text(told), soft_wrap=True)
-
-
-def _show_memory(
-    console: Console,
-    options: TrainOptions,
-    world_size: int,
-    result: TrainResult,
-    measured: StateBytes,
-) -> None:
-    widths = estimate.FP32 if options.precision == "fp32" else estimate.BF16
-    padded = result.padded_numel
-    tables.print_memory(
-        console,
-        tables.MemoryFigures(
-            measured=measured,
-            formula=estimate.state_bytes(
-                result.stage, padded, world_size, widths, node_size=result.node_size
-            ),
-            data_parallel=estimate.data_parallel_bytes(result.num_parameters, widths),
-        ),
-        f"Model states at stage {result.stage} on {plural(world_size, 'rank')}, after backward "
-        f"({result.num_parameters:,} parameters, {padded:,} with padding)",
-    )
-
-
-def _show_bytes_sent(
-    console: Console, options: TrainOptions, world_size: int, result: TrainResult
-) -> None:
-    # Gradients travel in the compute dtype, as parameters do.
-    width = (estimate.FP32 if options.precision == "fp32" else estimate.BF16).compute
-    elements = estimate.elements_by_kind(
-        result.stage, world_size, options.accumulate, node_size=result.node_size
-    )
-    formula = {
-        kind: int(times.total * result.padded_numel * width) for kind, times in elements.items()
-    }
-    title = "Sent to other ranks"
-    if result.is_quantized:
-        title += "; the formula is for values that are sent as they are"
-    tables.print_bytes_sent(console, result.bytes_per_step, formula, title)
+def _trackers(options: TrainOptions, folder: Path) -> list[Any]:
+    """On every rank; only the first one's is told anything."""
+    if options.track is None:
+        return []
+    if options.track == "tensorboard":
+        return [TensorBoard(folder / "tensorboard")]
+    tracker: Any = require(options.track, f"--track {options.track}")
+    if not _joined() or dist.get_rank() == 0:
+        tracker.init(project="onecopy", name=folder.name)
+    return [tracker]

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from onecopy.config import AUTO, HYBRIDS, ZEROPP, Config
+from onecopy.errors import ConfigError
 from onecopy.options import describe
+from onecopy.policies import CODES, Quantize
 from onecopy.training.options.group import OptionGroup
 
-PLACES = ("device", "host")
+PLACES = ("device", "host", "nvme:/folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,14 @@ class ShardOptions(OptionGroup):
             choices=(ZEROPP, AUTO),
         ),
     )
+    frozen: str | None = field(
+        default=None,
+        metadata=describe(
+            "keep what is not trained, such as the model beside adapters, in this code; its values "
+            "are rounded for good",
+            choices=CODES,
+        ),
+    )
     node_size: int | None = field(
         default=None,
         metadata=describe(
@@ -77,8 +87,9 @@ class ShardOptions(OptionGroup):
     activations: str | None = field(
         default=None,
         metadata=describe(
-            "keep only the inputs of blocks, there, and compute the rest again in backward",
-            choices=PLACES,
+            "keep only the inputs of blocks, and compute the rest again in backward; where to keep "
+            f"them: {', '.join(PLACES)}",
+            metavar="PLACE",
         ),
     )
     nproc: int = field(
@@ -97,6 +108,11 @@ class ShardOptions(OptionGroup):
 
     def check(self) -> None:
         """Raises ConfigError for what `shard` would not take."""
+        if self.frozen is not None and self.quantize == AUTO:
+            raise ConfigError(f"--frozen {self.frozen} and --quantize auto: say zero++, or none.")
+        place = self.activations
+        if place is not None and place not in PLACES[:2] and not place.startswith("nvme:"):
+            raise ConfigError(f"--activations is {place!r}: choose one of {', '.join(PLACES)}.")
         self.config()
 
     def config(self) -> Config:
@@ -107,7 +123,14 @@ class ShardOptions(OptionGroup):
             node_size=self.node_size,
             precision=self.precision,
             offload=self.offload,
-            quantize=self.quantize,
+            quantize=self._quantize(),
             step_in_backward=self.step_in_backward,
             whole_parameters=self.whole_parameters,
         )
+
+    def _quantize(self) -> Quantize | str | None:
+        if self.frozen is None:
+            return self.quantize
+        if self.quantize is None:
+            return Quantize(weights=None, gradients=None, frozen=self.frozen)
+        return Quantize(frozen=self.frozen)
