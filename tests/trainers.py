@@ -10,9 +10,11 @@ import contextlib
 import copy
 import io
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ def launched() -> Iterator[None]:
 class Texts(Dataset[Any]):
     """Sequences of tokens; some labels are left out, so that ranks count different numbers."""
 
-    def __init__(self, samples: int = 32, length: int = 10) -> None:
+    def __init__(self, samples: int = 32, length: int = 10, *, counts_differ: bool = True) -> None:
+        self._counts_differ = counts_differ
         generator = torch.Generator().manual_seed(7)
         self._tokens = torch.randint(2, 101, (samples, length), generator=generator)
 
@@ -57,7 +60,8 @@ class Texts(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = self._tokens[index]
         labels = tokens.clone()
-        labels[: index % 5] = -100
+        if self._counts_differ:
+            labels[: index % 5] = -100
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
@@ -69,7 +73,13 @@ def quiet() -> Iterator[io.StringIO]:
 
 
 def trainer_of(
-    stage: int | None, model: Any, folder: Path, *, base: Any = None, **settings: Any
+    stage: int | None,
+    model: Any,
+    folder: Path,
+    *,
+    base: Any = None,
+    arguments: Any = None,
+    **settings: Any,
 ) -> Any:
     """A Trainer, or a OneCopyTrainer; settings that TrainingArguments have are theirs."""
     from transformers.trainer import Trainer
@@ -77,8 +87,9 @@ def trainer_of(
 
     from onecopy.integrations.huggingface import OneCopyTrainer
 
-    known = set(TrainingArguments.__dataclass_fields__)
-    arguments = {
+    arguments = arguments or TrainingArguments
+    known = set(arguments.__dataclass_fields__)
+    given = {
         "use_cpu": True,
         "report_to": "none",
         "disable_tqdm": True,
@@ -90,33 +101,24 @@ def trainer_of(
         "learning_rate": 1e-2,
         "dataloader_pin_memory": False,
     }
-    settings = copy.deepcopy(settings)  # transformers writes into nested ones
-    arguments |= {name: value for name, value in settings.items() if name in known}
+    # transformers writes into nested ones.
+    given |= {key: copy.deepcopy(one) for key, one in settings.items() if key in known}
     others = {name: value for name, value in settings.items() if name not in known}
     if stage is not None:
         others["stage"] = stage
     kind = base or (Trainer if stage is None else OneCopyTrainer)
     return kind(
         model,
-        TrainingArguments(folder, **arguments),
+        arguments(folder, **given),
         train_dataset=Texts(),
         eval_dataset=Texts(samples=13),
         **others,
     )
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training; settings are those of TrainingArguments, of the Trainer, or of onecopy."""
-
-    stage: int | None
-    settings: dict[str, Any] = field(default_factory=dict)
-    model: str = "hf_llama"
-
-
 @dataclass
 class Seen:
-    """What a run has logged, one number after another, and the weights in the end."""
+    """What a run has logged, one number after another, and the weights in the end, or more."""
 
     logs: list[float]
     values: dict[str, Tensor]
@@ -133,21 +135,154 @@ def logged(trainer: Any) -> list[float]:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Full values, sharded or not; wherever an optimizer with masters has them."""
+    """Full values, sharded or not."""
     if onecopy.handle.find(model) is not None:
         return full_values(model)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def train(run: Run, folder: Path) -> Seen:
-    """Train once."""
-    with launched(), quiet():
-        model = models.build(run.model)
-        trainer = trainer_of(run.stage, model, folder, **run.settings)
-        trainer.train()
-        return Seen(logged(trainer), values_of(model))
+def seen_of(trainer: Any, **others: Tensor) -> Seen:
+    """What a trainer has come to."""
+    return Seen(logged(trainer), {**values_of(trainer.model), **others})
 
 
-def train_all(runs: list[Run], folder: Path) -> list[Seen]:
-    """One after another, in one call."""
-    return [train(run, folder) for run in runs]
+# Scripts: each trains with the Trainer as it is, or with onecopy at a stage -------------------
+
+
+def train(stage: int | None, folder: Path, **settings: Any) -> Seen:
+    """Train once; settings are those of TrainingArguments, of the Trainer, or of onecopy."""
+    trainer = trainer_of(stage, models.build("hf_llama"), folder, **settings)
+    trainer.train()
+    return seen_of(trainer)
+
+
+def train_twice(stage: int | None, folder: Path) -> Seen:
+    """The second train() goes on with the same model and optimizer."""
+    trainer = trainer_of(stage, models.build("hf_llama"), folder)
+    trainer.train()
+    trainer.evaluate()
+    trainer.train()
+    return seen_of(trainer)
+
+
+def evaluate_first(stage: int | None, folder: Path) -> Seen:
+    """The model is evaluated before it is sharded, and looked at in the end."""
+    texts = Texts(16, counts_differ=False)  # the Trainer takes means of batches
+    trainer = trainer_of(stage, models.build("hf_llama"), folder, eval_strategy="steps")
+    before = trainer.evaluate(texts)["eval_loss"]
+    trainer.eval_dataset = texts
+    trainer.train()
+    found = trainer.predict(Texts(samples=7))
+    return seen_of(trainer, before=torch.tensor(before), logits=torch.tensor(found.predictions))
+
+
+def train_with_own_optimizer(stage: int | None, folder: Path) -> Seen:
+    """One that exists before the Trainer does, and its scheduler."""
+    model = models.build("hf_llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trainer = trainer_of(stage, model, folder, optimizers=(optimizer, scheduler))
+    trainer.train()
+    return seen_of(trainer)
+
+
+def train_from_model_init(stage: int | None, folder: Path) -> Seen:
+    """A new model for each train()."""
+
+    def model_init() -> nn.Module:
+        return models.build("hf_llama")
+
+    trainer = trainer_of(stage, None, folder, model_init=model_init)
+    trainer.train()
+    trainer.train()
+    return seen_of(trainer)
+
+
+def run_out_of_memory(stage: int | None, folder: Path) -> Seen:
+    """On all ranks, in the second forward: the Trainer begins anew with half of the batch."""
+    model = models.build("hf_llama")
+    calls = iter(range(100))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    trainer = trainer_of(stage, model, folder, auto_find_batch_size=True)
+    trainer.model.lm_head.register_forward_hook(fail)
+    trainer.train()
+    return seen_of(trainer)
+
+
+def generate(stage: int | None, folder: Path) -> Seen:
+    """Texts of different lengths, in evaluation within training and in prediction."""
+    from transformers.trainer_seq2seq import Seq2SeqTrainer
+    from transformers.training_args_seq2seq import Seq2SeqTrainingArguments
+
+    from onecopy.integrations.huggingface import OneCopyMixin
+
+    class Translator(OneCopyMixin, Seq2SeqTrainer):
+        pass
+
+    model: Any = models.build("hf_t5")
+    model.generation_config.eos_token_id = 5
+    trainer = trainer_of(
+        stage,
+        model,
+        folder,
+        base=Seq2SeqTrainer if stage is None else Translator,
+        arguments=Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=12,
+        eval_strategy="steps",
+        eval_steps=2,
+        compute_metrics=lambda found: {"sum": float(found.predictions.sum())},
+    )
+    trainer.train()
+    one = trainer.predict(Texts(samples=7)).predictions
+    with warnings.catch_warnings():
+        # In step with one another, without whole parameters on any rank: unit by unit.
+        warnings.filterwarnings("ignore", message="the order in which units are used has changed")
+        other = trainer.predict(Texts(samples=7), synced_gpus=True).predictions
+    assert (one == other).all()
+    return seen_of(trainer, texts=torch.tensor(one))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": "sgd", "max_grad_norm": 0.0},
+    "sgd, clipped": {"optim": "sgd", "max_grad_norm": 0.1},
+    "adamw": {},
+    "adafactor": {"optim": "adafactor"},
+    "rmsprop": {"optim": "rmsprop"},
+    "radam": {"optimizer_cls_and_kwargs": (torch.optim.RAdam, {"lr": 1e-2})},
+    "accumulated": {"gradient_accumulation_steps": 3, "max_steps": -1, "num_train_epochs": 2},
+    "accumulated by no_sync": {
+        "gradient_accumulation_steps": 2,
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}},
+    },
+    "tokens of each rank": {"average_tokens_across_devices": False},
+    "smooth labels": {"label_smoothing_factor": 0.1},
+    "checkpointed activations": {"activation_checkpointing": True},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "evaluated": {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2},
+    "noise": {"neftune_noise_alpha": 5.0, "data_seed": 5},
+}
+SCRIPTS: dict[str, Callable[[int | None, Path], Seen]] = {
+    **{name: partial(train, **mode) for name, mode in MODES.items()},
+    "train twice": train_twice,
+    "evaluate first": evaluate_first,
+    "own optimizer": train_with_own_optimizer,
+    "model_init": train_from_model_init,
+    "out of memory": run_out_of_memory,
+    "generate": generate,
+}
+
+
+def run_all(runs: list[tuple[str, int | None]], folder: Path) -> list[Seen]:
+    """Scripts at stages, one after another in one call: importing transformers takes seconds."""
+    found = []
+    for name, stage in runs:
+        torch.manual_seed(0)
+        with launched(), quiet():
+            found.append(SCRIPTS[name](stage, folder))
+    return found
