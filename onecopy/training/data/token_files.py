@@ -123,7 +123,7 @@ class _Writer:
         self._files = {kind: (self._folder / kind).open("wb") for kind in self._buffers}
         return self
 
-    def add(self, piece: Piece, ids: list[int]) -> None:
+    def add(self, piece: Piece, ids: Sequence[int]) -> None:
         """The next piece, and the tokens of its text."""
         if piece.begins:
             self._buffers["documents"].append(self._num_tokens)
@@ -139,16 +139,14 @@ class _Writer:
             self._flush()
 
     def _add(self, ids: Sequence[int], counted: bool) -> None:
-        self._buffers["tokens"].extend(ids)
+        tokens = self._buffers["tokens"]
+        tokens.extend(array(tokens.typecode, ids))
         if "counted" in self._buffers:
             self._buffers["counted"].extend([counted] * len(ids))
         self._num_tokens += len(ids)
 
     def _flush(self) -> None:
-        if self._buffers["tokens"]:
-            tokens = array("q", self._buffers["tokens"])
-            found = torch.frombuffer(tokens, dtype=torch.int64)
-            self._counts += torch.bincount(found, minlength=len(self._counts))
+        self._counts += _counts(self._buffers["tokens"], len(self._counts))
         for kind, values in self._buffers.items():
             data = values.tobytes()
             self._files[kind].write(data)
@@ -181,6 +179,13 @@ class _Writer:
 
 
 _DTYPES = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}
+
+
+def _counts(tokens: array[int], vocab_size: int) -> Tensor:
+    if not tokens:
+        return torch.zeros(vocab_size, dtype=torch.int64)
+    found = torch.frombuffer(tokens, dtype=_DTYPES[tokens.typecode])
+    return torch.bincount(found.int(), minlength=vocab_size)
 
 
 def _typecode(vocab_size: int) -> str:

@@ -57,7 +57,9 @@ class Tokenizer(Protocol):
         rendered. In other text it is text.
         """
 
-    def encode_all(self, texts: Sequence[str], parse_special: Sequence[bool]) -> list[list[int]]:
+    def encode_all(
+        self, texts: Sequence[str], parse_special: Sequence[bool]
+    ) -> Sequence[Sequence[int]]:
         """`encode` of each."""
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -79,9 +81,11 @@ class ByteTokenizer:
         """The bytes of a text; byte 0 is left out."""
         return list(text.encode().replace(b"\0", b""))
 
-    def encode_all(self, texts: Sequence[str], parse_special: Sequence[bool]) -> list[list[int]]:
+    def encode_all(
+        self, texts: Sequence[str], parse_special: Sequence[bool]
+    ) -> Sequence[Sequence[int]]:
         """`encode` of each."""
-        return [self.encode(text) for text in texts]
+        return [text.encode().replace(b"\0", b"") for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of bytes. A character that is cut off at the end is left out."""
