@@ -28,12 +28,17 @@ from tests import models
 from tests.runs import full_values
 
 
+def num_ranks() -> int:
+    """1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Inside, this rank looks to Accelerate as if torchrun had started it; what follows is new."""
     from accelerate.state import AcceleratorState, GradientState
 
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size, rank = num_ranks(), dist.get_rank() if dist.is_initialized() else 0
     names = {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     if size > 1:
         os.environ.update({name: str(value) for name, value in names.items()})
@@ -94,8 +99,8 @@ def trainer_of(
         "report_to": "none",
         "disable_tqdm": True,
         "max_steps": 3,
-        "per_device_train_batch_size": 8 // dist.get_world_size(),
-        "per_device_eval_batch_size": 8 // dist.get_world_size(),
+        "per_device_train_batch_size": 8 // num_ranks(),
+        "per_device_eval_batch_size": 8 // num_ranks(),
         "logging_steps": 1,
         "save_strategy": "no",
         "learning_rate": 1e-2,
