@@ -25,13 +25,14 @@ from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config
 from onecopy.core import build
+from onecopy.core.arguments import check_models, check_modules, check_settings, describe_optimizer
 from onecopy.core.backward import Backward
 from onecopy.core.coded import code_frozen
 from onecopy.core.conversion import convert_buffers
 from onecopy.core.copying import copy_plain
-from onecopy.core.dtensors import check_dtensor, check_replicas, is_dtensor, tensor_groups
+from onecopy.core.dtensors import check_replicas, tensor_groups
 from onecopy.core.engine import Engine
-from onecopy.core.hooks import Hooks, is_hooked
+from onecopy.core.hooks import Hooks
 from onecopy.core.initialise import prepare
 from onecopy.core.offload import check_offload, place_units
 from onecopy.core.optimizer import (
@@ -47,8 +48,6 @@ from onecopy.core.restore import restore_models
 from onecopy.core.stages import stage_of
 from onecopy.core.state_dict import add_state_dict_hooks
 from onecopy.core.step_in_backward import check_step_in_backward
-from onecopy.core.tiling import refuse_replaced
-from onecopy.core.update_rules import check_optimizer
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
@@ -182,19 +181,25 @@ def shard(
     if sharded and len(sharded) == len(models) and any(map(_has_grown, sharded)):
         _partition_anew(sharded, optimizers)
         return model
-    _check_arguments(models, optimizers)
+    check_models(models, optimizers)
+    if sharded:
+        check_settings(sharded[0], config, settings)
     check_offload(optimizers, handle.of(sharded[0]).engine.config if sharded else config)
     if not sharded:
-        _check_modules(models)
+        check_modules(models)
         for one in models:
             prepare(one)
         optimizer_of = _optimizer_of(optimizers)
         units = [_units_of(one, optimizer_of, config) for one in models]
+        has_begun = comm_groups.has_begun()
         world = comm_meshes.world_group(mesh)
+        announce(None if has_begun else comm_groups.advice_alone(world), is_first=True)
         watchdog = watch(world, config.stall_seconds)
+        optimizers_said = [describe_optimizer(one) for one in optimizers]
         for one, specs in zip(models, units, strict=True):
             comm_groups.check_backend(world, specs[0].device)
-            check_equal(world, one, config, [_described(spec) for spec in specs])
+            units_said = [_described(spec) for spec in specs]
+            check_equal(world, one, config, units_said, optimizers_said)
         nodes = find_nodes(world, mesh, config.node_size)
         ranks = Ranks(
             world,
@@ -366,7 +371,7 @@ def _partition_anew(models: list[nn.Module], optimizers: list[torch.optim.Optimi
     owners: list[Handle] = [handle.of(one) for one in models]
     bound = {id(one.optimizer): one for owner in owners for one in owner.bindings}
     new = [one for one in optimizers if id(one) not in bound]
-    _check_arguments(models, new)
+    check_models(models, new)
     known = {id(parameter) for one in models for parameter in one.parameters()}
     for binding in bound.values():
         # Before anything is taken apart.
@@ -403,61 +408,6 @@ def _as_list(
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]  # type: ignore[list-item]
-
-
-def _check_arguments(models: Sequence[object], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse what cannot work before anything has changed."""
-    for one in models:
-        if not isinstance(one, nn.Module):
-            raise ShardingError(
-                f"the model is a {type(one).__name__}, not a torch.nn.Module: the call is "
-                "shard(model, optimizer, stage=...)"
-            )
-    for optimizer in optimizers:
-        check_optimizer(optimizer)
-        refuse_replaced(optimizer)
-    parameters = {
-        id(parameter)
-        for one in models
-        if isinstance(one, nn.Module)
-        for parameter in one.parameters()
-    }
-    for optimizer in optimizers:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if held and not any(id(parameter) in parameters for parameter in held):
-            hint = "is it attached already, or was it made for another model?"
-            raise ShardingError(
-                f"the {type(optimizer).__name__} holds parameters of none of the given models: "
-                f"{hint} Make it from model.parameters() and pass both to shard"
-            )
-        refuse_strangers(optimizer.param_groups, lambda one: id(one) in parameters)
-
-
-def _check_modules(models: Sequence[nn.Module]) -> None:
-    seen: dict[int, nn.Module] = {}
-    for one in models:
-        for name, module in one.named_modules():
-            if handle.find(module) is not None:
-                raise ShardingError(
-                    f"module {name} of this {type(one).__name__} is sharded already: shard the "
-                    "whole model once, or pass the parts one by one"
-                )
-        if not any(parameter.numel() for parameter in one.parameters()):
-            raise ShardingError(f"this {type(one).__name__} has no parameters to shard")
-        for name, parameter in one.named_parameters():
-            if seen.setdefault(id(parameter), one) is not one or is_hooked(parameter):
-                raise ShardingError(
-                    f"parameter {name} of this {type(one).__name__} belongs to another sharded "
-                    "model too, and can be laid out in one only: put both models into one module "
-                    "(nn.ModuleList([a, b])) and shard that"
-                )
-            if is_dtensor(parameter):
-                check_dtensor(name, parameter)
-            if parameter.grad is not None:
-                raise ShardingError(
-                    f"parameter {name} already has a gradient, which a step after shard would not "
-                    "see: call optimizer.zero_grad() before shard"
-                )
 
 
 def _optimizer_of(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerOf:

@@ -83,6 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OneCopyError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        advice = "needs torch, which is not installed here: pip install torch"
+        print(f"{prog}: {advice}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{prog}: stopped", file=sys.stderr)
         return 130

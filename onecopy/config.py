@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from onecopy.checks import check_choice, check_number, check_switch, named_settings, names_of
 from onecopy.deepspeed_config import Conversion, convert
 from onecopy.errors import ConfigError
 from onecopy.options import bytes_of, unknown_setting
@@ -23,8 +24,6 @@ from onecopy.policies import (
     Precision,
     Quantize,
     changed,
-    check_choice,
-    names_of,
     settings_of,
 )
 
@@ -51,6 +50,7 @@ HYBRIDS = {
 SAVED_TENSORS = ("auto", "always")
 
 
+@named_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything `shard` can be told. Only `stage` is worth a thought at first.
@@ -123,36 +123,31 @@ class Config:
         _check_node_size(self.node_size)
         _check_memory(self)
         check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
-        if not isinstance(self.whole_parameters, bool):
-            raise ConfigError(f"whole_parameters={self.whole_parameters!r}: give True or False")
-        if isinstance(self.precision, str):
-            check_choice("precision", self.precision, DTYPE_NAMES)
-            object.__setattr__(self, "precision", Precision(compute=self.precision))
+        check_switch("whole_parameters", self.whole_parameters)
+        self._take_precision()
         self._take_offload()
         self._take_quantize()
         if self.units is not None:
             object.__setattr__(self, "units", names_of("units", self.units))
         object.__setattr__(self, "keep_gathered", names_of("keep_gathered", self.keep_gathered))
-        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
-            raise ConfigError(
-                f"prefetch_bytes={self.prefetch_bytes}: give a number of bytes, 0 to switch "
-                "prefetch off, or None for one unit ahead"
-            )
+        _check_prefetch_bytes(self.prefetch_bytes)
         _check_stall_seconds(self.stall_seconds)
         if self.stall_seconds == 0:
             object.__setattr__(self, "stall_seconds", None)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(
-                f"max_grad_norm={self.max_grad_norm}: give a positive norm, or None for no clipping"
-            )
+        _check_max_grad_norm(self.max_grad_norm)
+        _check_step_in_backward(self)
+        _check_sinks(self.sinks)
 
-        if not isinstance(self.step_in_backward, bool):
-            check_choice("step_in_backward", self.step_in_backward, ("two-pass",))
-            if self.max_grad_norm is None:
-                raise ConfigError(
-                    'step_in_backward="two-pass" measures the gradients in order to clip them: '
-                    "give max_grad_norm too, or say step_in_backward=True"
-                )
+    def _take_precision(self) -> None:
+        if self.precision is None or isinstance(self.precision, Precision):
+            return
+        if isinstance(self.precision, Mapping):
+            raise ConfigError(
+                f'precision={self.precision!r}: give a name, as precision="bf16", or '
+                'onecopy.Precision(compute="bf16", ...)'
+            )
+        check_choice("precision", self.precision, DTYPE_NAMES)
+        object.__setattr__(self, "precision", Precision(compute=self.precision))
 
     def _take_quantize(self) -> None:
         if not isinstance(self.quantize, Quantize):
@@ -162,6 +157,11 @@ class Config:
                     f'Quantize(weights="{self.quantize}", gradients=None) for parameters only, or '
                     '"zero++" for parameters in int8 and gradients in int8 and int4'
                 )
+            if isinstance(self.quantize, bool | Mapping):
+                raise ConfigError(
+                    f'quantize={self.quantize!r}: say quantize="zero++", or what is coded, as in '
+                    'onecopy.Quantize(weights="int8", gradients=("int8", "int4"))'
+                )
             check_choice("quantize", self.quantize, (AUTO, ZEROPP, None))
         if self.quantize == ZEROPP:
             object.__setattr__(self, "quantize", Quantize())
@@ -169,6 +169,11 @@ class Config:
     def _take_offload(self) -> None:
         if isinstance(self.offload, str):
             object.__setattr__(self, "offload", Offload.from_short_form(self.offload))
+        elif self.offload is not None and not isinstance(self.offload, Offload):
+            raise ConfigError(
+                f'offload={self.offload!r}: say offload="cpu", offload="nvme:/path/to/folder", or '
+                'onecopy.Offload(optimizer="host", ...)'
+            )
         if not isinstance(self.offload, Offload) or not self.step_in_backward:
             return
         if self.offload.speculative_step:
@@ -334,6 +339,47 @@ def _check_stage(stage: int | str) -> None:
             f"stage={stage!r} cuts parameters, gradients and optimizer states in this order: what "
             "comes first may not be cut further than what comes after it, as who updates a part "
             "needs that part of the others"
+        )
+
+
+def _check_prefetch_bytes(value: int | None) -> None:
+    if value is None:
+        return
+    advice = (
+        "give a number of bytes, 0 to switch prefetch off, or None for one unit ahead; for example "
+        "prefetch_bytes=10**9"
+    )
+    check_number("prefetch_bytes", value, advice, whole=True)
+    if value < 0:
+        raise ConfigError(f"prefetch_bytes={value}: {advice}")
+
+
+def _check_max_grad_norm(value: float | None) -> None:
+    if value is None:
+        return
+    advice = "give a positive norm, or None for no clipping"
+    check_number("max_grad_norm", value, advice)
+    if not value > 0:
+        raise ConfigError(f"max_grad_norm={value}: {advice}")
+
+
+def _check_step_in_backward(config: Config) -> None:
+    if isinstance(config.step_in_backward, bool):
+        return
+    check_choice("step_in_backward", config.step_in_backward, (False, True, "two-pass"))
+    if config.max_grad_norm is None:
+        raise ConfigError(
+            'step_in_backward="two-pass" measures the gradients in order to clip them: '
+            "give max_grad_norm too, or say step_in_backward=True"
+        )
+
+
+def _check_sinks(value: object) -> None:
+    sinks = value if isinstance(value, tuple | list) else (None,)
+    if not all(callable(one) for one in sinks):
+        raise ConfigError(
+            f"sinks={value!r}: give a tuple of functions, each of which takes an event: "
+            "sinks=(print,)"
         )
 
 

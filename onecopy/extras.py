@@ -1,4 +1,4 @@
-"""Optional packages: which extra of onecopy brings each, said where one is missing."""
+"""Packages: which extra brings an optional one, said where one is missing; the oldest torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from types import ModuleType
 
 from onecopy.errors import ConfigError
 
-__all__ = ["missing", "require"]
+__all__ = ["check_torch", "missing", "require"]
+
+TORCH = (2, 13)
 
 # By package; pyproject.toml names the versions.
 EXTRAS = {
@@ -43,3 +45,15 @@ def missing(package: str, what: str) -> ConfigError:
         f"{what} needs the package {package}, which is not installed here: "
         f"pip install 'onecopy[{EXTRAS[package]}]'"
     )
+
+
+def check_torch() -> None:
+    """Raises ConfigError where torch is older than onecopy needs."""
+    version: str = import_module("torch").__version__
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if found < TORCH:
+        needed = ".".join(map(str, TORCH))
+        raise ConfigError(
+            f"onecopy needs torch {needed} or newer, and {version} is installed here: "
+            f"pip install --upgrade 'torch>={needed}'"
+        )

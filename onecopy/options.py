@@ -85,8 +85,11 @@ def check_least(record: Any, least: Mapping[str, float]) -> None:
 def unknown_setting(name: str, known: Iterable[str]) -> ConfigError:
     """The error for a setting that does not exist, with the nearest one that does."""
     listed = sorted(known)
-    near = difflib.get_close_matches(name, listed, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    # What all of them begin with makes any two look alike.
+    section = name.rpartition(".")[0]
+    words = {one.removeprefix(f"{section}."): one for one in listed}
+    near = difflib.get_close_matches(name.rpartition(".")[2], words, n=1, cutoff=0.5)
+    hint = f" Did you mean {words[near[0]]!r}?" if near else ""
     return ConfigError(f"unknown setting {name!r}.{hint} Known settings: {', '.join(listed)}")
 
 

@@ -6,7 +6,6 @@ are therefore names ("fp32", "bf16", "fp16"); `core/precision.py` turns them int
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onecopy.checks import check_choice, check_number, check_switch, named_settings, names_of
 from onecopy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ PINNED_BYTES = 256 << 20
 MIN_PINNED_BYTES = 4 * 4096
 
 
+@named_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Which dtype serves where.
@@ -82,11 +83,12 @@ class Precision:
         check_choice("precision.reduce", self.reduce, (*DTYPE_NAMES, None))
         check_choice("precision.cast_outputs", self.cast_outputs, (*DTYPE_NAMES, None))
         object.__setattr__(self, "keep_fp32", names_of("precision.keep_fp32", self.keep_fp32))
-        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
-            raise ConfigError(
-                f"precision.loss_scale={self.loss_scale}: give a positive factor, 1.0 for no "
-                "scaling, or None to let it be found"
-            )
+        check_switch("precision.cast_inputs", self.cast_inputs)
+        if self.loss_scale is not None:
+            advice = "give a positive factor, 1.0 for no scaling, or None to let it be found"
+            check_number("precision.loss_scale", self.loss_scale, advice)
+            if not 0 < self.loss_scale < math.inf:
+                raise ConfigError(f"precision.loss_scale={self.loss_scale}: {advice}")
         check_choice("precision.master", self.master, (*MASTERS, None))
         check_choice("precision.gradient", self.gradient, ("fp32", "bf16", None))
         if self.master not in (None, "fp32") and self.compute not in (None, "bf16"):
@@ -104,6 +106,7 @@ class Precision:
         return f"Precision({', '.join(settings)})"
 
 
+@named_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """Where states lie: each of the three on the "device", in "host" memory, or on "nvme".
@@ -146,7 +149,8 @@ class Offload:
             check_choice(f"offload.{name}", getattr(self, name), TIERS)
         self._check_tiers()
         self._check_nvme()
-        if isinstance(self.fraction, bool) or not 0 <= self.fraction <= 1:
+        check_number("offload.fraction", self.fraction, "give a share, from 0 to 1")
+        if not 0 <= self.fraction <= 1:
             raise ConfigError(f"offload.fraction={self.fraction}: give a share, from 0 to 1")
         if not isinstance(self.delayed_update, int) or self.delayed_update < self.is_delayed:
             raise ConfigError(
@@ -168,10 +172,7 @@ class Offload:
         self._check_speculative_step()
 
     def _check_speculative_step(self) -> None:
-        if not isinstance(self.speculative_step, bool):
-            raise ConfigError(
-                f"offload.speculative_step={self.speculative_step!r}: give True or False"
-            )
+        check_switch("offload.speculative_step", self.speculative_step)
         if self.speculative_step and (self.optimizer, self.gradients) != ("host", "host"):
             raise ConfigError(
                 f"offload.speculative_step with offload.optimizer={self.optimizer!r} and "
@@ -259,6 +260,7 @@ class Offload:
         return self.delayed_update is not False
 
 
+@named_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize:
     """What travels in fewer bits: blocks of values share a scale, and are sent as codes.
@@ -298,8 +300,7 @@ class Quantize:
                 f"quantize.block={block!r}: give an even number of values from {MIN_BLOCK} to "
                 f"{MAX_BLOCK}; 2048 is usual, fewer cost bytes for scales and lose less"
             )
-        if not isinstance(self.error_feedback, bool):
-            raise ConfigError(f"quantize.error_feedback={self.error_feedback!r}: True or False")
+        check_switch("quantize.error_feedback", self.error_feedback)
         if self.error_feedback and self.gradients is None:
             raise ConfigError(
                 "quantize.error_feedback keeps what quantized gradients lose, and "
@@ -315,6 +316,7 @@ class Quantize:
         return f"Quantize({', '.join(f'{name}={value!r}' for name, value in changed(self))})"
 
 
+@named_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
     """Which modules keep only their inputs from forward to backward, and where these lie.
@@ -395,18 +397,3 @@ def _pair_of_codes(value: object) -> tuple[str | None, str | None] | None:
     check_choice("quantize.gradients, inside a node,", inside, (*CODES, None))
     check_choice("quantize.gradients, across nodes,", across, (*CODES, None))
     return None if inside is across is None else (inside, across)
-
-
-def names_of(setting: str, value: tuple[str, ...] | str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise ConfigError(f"{setting}={value!r}: give a tuple of names, ({value!r},)")
-    return tuple(value)
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value in choices and not isinstance(value, bool):
-        return
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(repr(choice) for choice in choices)
-    raise ConfigError(f"{name}={value!r} is not one of {listed}.{hint}")

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("handle",),
     ("events",),
-    ("config", "deepspeed_config", "extras", "options", "policies"),
+    ("checks", "config", "deepspeed_config", "extras", "options", "policies"),
     ("comm",),
     ("memory",),
     ("core",),

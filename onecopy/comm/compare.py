@@ -106,13 +106,16 @@ def number_of_model(world: Group) -> tuple[int, str]:
     return highest - 1, f"{ranks}/{highest - 1}"
 
 
-def check_equal(world: Group, model: nn.Module, config: Config, units: list[str]) -> None:
-    """Compare parameters, buffers, settings and units over the ranks.
+def check_equal(
+    world: Group, model: nn.Module, config: Config, units: list[str], optimizers: list[str]
+) -> None:
+    """Compare parameters, buffers, settings, units and optimizers over the ranks.
 
     Raises:
-        MismatchError: names the first parameter, buffer or setting that differs, and the ranks.
+        MismatchError: names the first of them that differs, and the ranks.
     """
     mine = _signature(model, config, units)
+    mine.append(("optimizers", " and ".join(optimizers) or "none"))
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(world, digest))) == 1:
         return

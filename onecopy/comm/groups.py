@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from onecopy.errors import CommunicationError, OneCopyError, ShardingError
+from onecopy.errors import CommunicationError, ConfigError, OneCopyError, ShardingError
+from onecopy.extras import check_torch
 
 if TYPE_CHECKING:
     from onecopy.comm.nodes import Nodes
 
+# Before others import names that older ones lack.
+check_torch()
+
 __all__ = [
     "Group",
     "Groups",
+    "advice_alone",
     "as_group",
     "check_backend",
     "end_host_group",
     "explained",
+    "has_begun",
     "has_native_collectives",
     "host_group",
     "join_launched",
@@ -30,6 +36,12 @@ __all__ = [
     "launched_node",
     "pair_group",
 ]
+
+
+# What torchrun sets for each process that it starts.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Others that start processes, and where they say how many.
+OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +160,51 @@ def join_launched(backend: str | None = None, device: torch.device | None = None
 
 
 def join_or_begin() -> None:
-    """Join those that a launcher has started with this process, or be a world of one rank."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join_launched()
-    else:
+    """Join those that a launcher has started with this process, or be a world of one rank.
+
+    Raises:
+        ConfigError: the environment says that there are other ranks, and not how to reach them.
+    """
+    there = [name for name in RENDEZVOUS if os.environ.get(name)]
+    wants_others = "RANK" in there or os.environ.get("WORLD_SIZE", "1") != "1"
+    if not wants_others:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        return
+    missing = [name for name in RENDEZVOUS if name not in there]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} set in the environment and "
+            f"{', '.join(missing)} not, so this process cannot find the others: start all of them "
+            "with torchrun --nproc-per-node=N train.py, which sets these for each, or unset them "
+            "to train alone"
+        )
+    join_launched()
+
+
+def has_begun() -> bool:
+    """Whether there is a process group already."""
+    return dist.is_initialized()
+
+
+def advice_alone(group: Group) -> str | None:
+    """What to say to a process that is alone where there could be several."""
+    if group.process_group is not None or group.is_imagined or "RANK" in os.environ:
+        return None
+    for launcher, name in OTHER_LAUNCHERS.items():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            return (
+                f"this process trains alone, as each of the {count} that {launcher} has started: "
+                f"it does not set RANK and WORLD_SIZE. Start one torchrun on each node, {launcher} "
+                "torchrun --nproc-per-node=N ... train.py (docs/launching.md)"
+            )
+    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if num_devices > 1:
+        return (
+            f"this process trains alone, on one of {num_devices} accelerators: torchrun "
+            f"--nproc-per-node={num_devices} train.py uses them all"
+        )
+    return None
 
 
 def launched_node() -> str | None:

@@ -11,15 +11,13 @@ node.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.groups import Group, ImaginedWorld, as_group, join_or_begin
 from onecopy.errors import ShardingError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "Purpose",
@@ -141,6 +139,11 @@ def world_group(mesh: DeviceMesh | ImaginedWorld | None = None) -> Group:
     """
     if isinstance(mesh, ImaginedWorld):
         return Group(None, tuple(range(mesh.size)), mesh.rank, mesh.native)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        hint = 'init_device_mesh("cuda", (4,), mesh_dim_names=("dp",))'
+        if isinstance(mesh, dist.ProcessGroup):
+            hint = "DeviceMesh.from_group(group, device_type)"
+        raise ShardingError(f"mesh is a {type(mesh).__name__}: give a DeviceMesh, as in {hint}")
     if not dist.is_initialized():
         join_or_begin()
     process_group = dist.group.WORLD if mesh is None else _group_of(data_mesh(mesh))

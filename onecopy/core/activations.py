@@ -25,7 +25,7 @@ from onecopy.core.keeper import Keeper
 from onecopy.core.partition import chosen_modules
 from onecopy.core.precision import map_tensors
 from onecopy.errors import ConfigError, ShardingError
-from onecopy.policies import Activations, settings_of
+from onecopy.policies import Activations
 
 if TYPE_CHECKING:
     from inspect import Signature
@@ -92,13 +92,6 @@ def _policy_of(policy: Activations | str | None, settings: Mapping[str, Any]) ->
             f"checkpoint_activations: give a policy, or its settings ({', '.join(settings)}), not "
             "both"
         )
-    known = settings_of(Activations)
-    for name in settings:
-        if name not in known:
-            raise ConfigError(
-                f"checkpoint_activations has no setting {name!r}; its settings are "
-                f"{', '.join(known)}"
-            )
     if isinstance(policy, str):
         place, _, path = policy.partition(":")
         settings = {"place": place, "path": path or None}

@@ -56,6 +56,16 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
         ShardingError: it is no torch.optim.Optimizer, needs sparse gradients or all parameters at
             once, or distributes by itself.
     """
+    if isinstance(optimizer, type):
+        raise ShardingError(
+            f"the optimizer is the class {optimizer.__name__} itself: make one, as in optimizer = "
+            f"torch.optim.{optimizer.__name__}(model.parameters(), lr=...), and pass that"
+        )
+    if isinstance(optimizer, int | str):
+        raise ShardingError(
+            f"the optimizer is {optimizer!r}: it comes second, and settings are given by name, "
+            "shard(model, optimizer, stage=3)"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ShardingError(
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: call "
