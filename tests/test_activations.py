@@ -141,7 +141,10 @@ def test_which_modules(given: dict[str, Any], names: list[str]) -> None:
         ({"modules": "layers.*"}, "matches no module"),
         ({"modules": "blocks"}, "blocks is a ModuleList, which is never called itself"),
         ({"modules": lambda name, one: False}, "the function in modules= has chosen none"),
-        ({"where": "host"}, "no setting 'where'; its settings are place, partition"),
+        (
+            {"where": "host"},
+            "unknown setting 'activations.where'. Known settings: activations.every",
+        ),
         ({"policy": "disk:/tmp"}, "place='disk' is not one of"),
         ({"policy": "host", "every": 2}, "give a policy, or its settings"),
         ({"policy": 3}, "the policy is 3"),

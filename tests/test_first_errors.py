@@ -124,8 +124,8 @@ RECORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "Config": (lambda: onecopy.Config(stag=3), "'stag'. Did you mean 'stage'?"),
     "by place": (lambda: onecopy.Config(3), "give settings by name, for example Config(stage=3)"),
     "Offload": (
-        lambda: onecopy.Offload(optimzer="host"),
-        "'offload.optimzer'. Did you mean 'offload.optimizer'?",
+        lambda: onecopy.Offload(gradient="host"),
+        "'offload.gradient'. Did you mean 'offload.gradients'?",
     ),
     "Precision": (lambda: onecopy.Precision(dtype="bf16"), "Known settings: precision.cast_inputs"),
     "Quantize": (lambda: onecopy.Quantize(block_size=64), "Did you mean 'quantize.block'?"),
