@@ -1,0 +1,127 @@
+"""What the ranks of tests/test_lightning.py run: trainers of Lightning, with and without onecopy.
+
+Without (`stage` is None) the strategy is DDP on several ranks. lightning is imported in the
+functions: it takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+# What Lightning says of small runs like these.
+SAID = (
+    "The '.*_dataloader' does not have many workers",
+    "The number of training batches .* is smaller than the logging interval",
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed from",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    "You're resuming from a checkpoint that ended before the epoch ended",
+)
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """As torchrun sets it: Lightning looks for the environment of its ranks."""
+    size, rank = str(dist.get_world_size()), str(dist.get_rank())
+    names = {
+        "WORLD_SIZE": size,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    os.environ.update(names)
+    try:
+        with warnings.catch_warnings():
+            for message in SAID:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a trainer; the stage None leaves onecopy out."""
+
+    stage: int | None
+    optimizer: str = "adamw"
+    epochs: int = 2
+    dropout: float = 0.0
+    is_built_late: bool = False  # in configure_model
+    module: str = "Plain"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def samples(order: list[int] | None = None) -> DataLoader[Any]:
+    """Batches of 4 samples."""
+    x = torch.sin(torch.arange(32 * 4.0).view(32, 4))
+    x = x if order is None else x[order]
+    return DataLoader(TensorDataset(x, x.cumsum(1)[:, :3]), batch_size=4)
+
+
+def as_two_ranks_see_them() -> list[int]:
+    """The order of Lightning's sampler: every other sample for each rank."""
+    return [8 * step + 2 * i + rank for step in range(4) for rank in range(2) for i in range(4)]
+
+
+def trainer_of(run: Run, **settings: Any) -> Any:
+    """The trainer, quiet."""
+    from lightning.pytorch import Trainer
+
+    strategy: Any = "ddp_find_unused_parameters_true" if dist.get_world_size() > 1 else "auto"
+    if run.stage is not None:
+        from onecopy.integrations.lightning import OneCopyStrategy
+
+        strategy = OneCopyStrategy(stage=run.stage, **run.settings)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"enable_checkpointing": False, **quiet, **run.trainer, **settings}
+    return Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_epochs=run.epochs,
+        **given,
+    )
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def fit(run: Run) -> dict[str, Any]:
+    """Train and validate; what the module has seen, and its values in the end."""
+    with launched():
+        module, trainer = module_of(run), trainer_of(run)
+        order = as_two_ranks_see_them() if dist.get_world_size() == 1 else None
+        trainer.fit(module, samples(order), samples())
+        return {
+            "losses": module.losses,
+            "norms": module.norms,
+            "metrics": {key: value.item() for key, value in trainer.callback_metrics.items()},
+            "rates": [one["lr"] for one in trainer.optimizers[0].param_groups],
+            "values": values(module),
+        }
+
+
+def module_of(run: Run) -> Any:
+    """The module that a run asks for."""
+    from tests import lightning_modules
+
+    return getattr(lightning_modules, run.module)(run)
