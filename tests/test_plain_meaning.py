@@ -250,6 +250,29 @@ def masked_before_forward(model: Model, optimizer: Optimizer) -> None:
     _step(model, optimizer, 3)
 
 
+def losses_of_different_parts(model: Model, optimizer: Optimizer) -> None:
+    """Backwards before a step that have no parameter in common."""
+    for _ in range(2):
+        model[0](X).sum().backward()
+        model[2](X).sum().backward()
+        model[1][0](X).sum().backward()
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradient_put_before_a_backward(model: Model, optimizer: Optimizer) -> None:
+    """The backward adds to what the user has put there."""
+    for _ in range(2):
+        model[0](X).sum().backward()
+        model[2].bias.grad = torch.ones(1)
+        model[0].bias.grad = torch.ones(4)
+        model[2](X).sum().backward()
+        model[0](X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 SCRIPTS: dict[str, Callable[[Model, Optimizer], None]] = {
     script.__name__: script
     for script in (
@@ -267,6 +290,8 @@ SCRIPTS: dict[str, Callable[[Model, Optimizer], None]] = {
         gradients_written_past_torch,
         forward_while_gradients_are_looked_at,
         masked_before_forward,
+        losses_of_different_parts,
+        gradient_put_before_a_backward,
     )
 }
 

@@ -148,6 +148,9 @@ class Backward:
         if type(gradient) is OwnedGradient:
             # No hook has seen this backward before: it was to be hidden by now.
             gradient = gradient.take_arrived()
+        else:
+            # Before the backward is entered, which takes what it finds there for the user's.
+            parameter.grad = None
         if _current_task() not in self._tasks:
             self.enter()
         if gradient is None:
