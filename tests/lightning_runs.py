@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # What Lightning says of small runs like these.
 SAID = (
@@ -61,6 +61,7 @@ class Run:
     stage: int | None
     optimizer: str = "adamw"
     epochs: int = 2
+    batch_size: int = 4
     dropout: float = 0.0
     is_built_late: bool = False  # in configure_model
     module: str = "Plain"
@@ -68,16 +69,15 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def samples(order: list[int] | None = None) -> DataLoader[Any]:
-    """Batches of 4 samples."""
+def samples(batch_size: int = 4) -> DataLoader[Any]:
+    """Batches of a rank: every other sample. One process takes those of two ranks in turn."""
     x = torch.sin(torch.arange(32 * 4.0).view(32, 4))
-    x = x if order is None else x[order]
-    return DataLoader(TensorDataset(x, x.cumsum(1)[:, :3]), batch_size=4)
-
-
-def as_two_ranks_see_them() -> list[int]:
-    """The order of Lightning's sampler: every other sample for each rank."""
-    return [8 * step + 2 * i + rank for step in range(4) for rank in range(2) for i in range(4)]
+    if dist.get_world_size() == 1:
+        x = x.view(4, 4, 2, 4).transpose(1, 2).reshape(32, 4)
+    dataset = TensorDataset(x, x.cumsum(1)[:, :3])
+    return DataLoader(
+        dataset, batch_size=batch_size, sampler=DistributedSampler(dataset, shuffle=False)
+    )
 
 
 def trainer_of(run: Run, **settings: Any) -> Any:
@@ -90,7 +90,13 @@ def trainer_of(run: Run, **settings: Any) -> Any:
 
         strategy = OneCopyStrategy(stage=run.stage, **run.settings)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {"enable_checkpointing": False, **quiet, **run.trainer, **settings}
+    given = {
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+        **quiet,
+        **run.trainer,
+        **settings,
+    }
     return Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -109,8 +115,7 @@ def fit(run: Run) -> dict[str, Any]:
     """Train and validate; what the module has seen, and its values in the end."""
     with launched():
         module, trainer = module_of(run), trainer_of(run)
-        order = as_two_ranks_see_them() if dist.get_world_size() == 1 else None
-        trainer.fit(module, samples(order), samples())
+        trainer.fit(module, samples(run.batch_size), samples())
         return {
             "losses": module.losses,
             "norms": module.norms,

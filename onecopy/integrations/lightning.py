@@ -115,8 +115,10 @@ class OneCopyStrategy(DDPStrategy):
         # Where configure_optimizers makes none, Lightning puts one of its own there.
         made = [one for one in self.optimizers if not type(one).__module__.startswith("lightning.")]
         shard(model, made, config=self._config)
-        # Lightning's wrappers take over attributes, of which attaching has added some.
-        self.optimizers = self.optimizers
+        # Lightning's wrappers have the methods of the class, and attaching has given the optimizer
+        # one of its own, which clears also what this rank keeps beside the pieces.
+        for wrapper in self._lightning_optimizers:
+            vars(wrapper)["zero_grad"] = wrapper.optimizer.zero_grad
         if len(made) > 1:
             _toggle_parameters(model, self)
 
