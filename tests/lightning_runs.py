@@ -25,6 +25,7 @@ SAID = (
     "Checkpoint directory .* exists and is not empty",
     "The dirpath has changed from",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    "It is recommended to use `self.log",
     "You're resuming from a checkpoint that ended before the epoch ended",
 )
 

@@ -13,7 +13,7 @@ from onecopy.policies import Precision
 from tests.lightning_runs import Run, fit
 from tests.pool import Pool
 
-STAGES = [0, 1, 2]
+LOWER = {"two optimizers": 0, "clip norm": 1, "accumulation": 2}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "sgd": {"optimizer": "momentum"},
@@ -44,13 +44,12 @@ def test_trainers_equal_their_run_with_ddp(pool: Pool) -> None:
     """To the last bit, and in everything that a module sees."""
     twins = [Run(stage=None, **mode) for mode in MODES.values()]
     ours = [Run(stage=3, **mode) for mode in MODES.values()]
-    lower = [Run(stage=STAGES[number % 3], **mode) for number, mode in enumerate(MODES.values())]
+    lower = [Run(stage=stage, **MODES[mode]) for mode, stage in LOWER.items()]
     for found in pool.run(2, fit_all, [*twins, *ours, *lower], timeout=240):
-        of_twins = found[: len(MODES)]
-        for number, mode in enumerate(MODES):
-            for one in found[len(MODES) + number :: len(MODES)]:
-                _assert_same(mode, one, of_twins[number])
-        different = {tuple(one["losses"]) for one in of_twins}
+        of_twins = dict(zip(MODES, found, strict=False))
+        for mode, one in zip([*MODES, *LOWER], found[len(MODES) :], strict=True):
+            _assert_same(mode, one, of_twins[mode])
+        different = {tuple(one["losses"]) for one in of_twins.values()}
         assert len(different) == len(MODES), "two modes compute the same: one of them does nothing"
 
 
