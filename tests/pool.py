@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
     # Without Gloo's notes on broken connections: tests break some on purpose.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }

@@ -127,6 +127,7 @@ def convert_after(stage: int) -> list[str]:
     around = nn.ModuleList([model])
     for allowed in (
         lambda: model.to("cpu"),
+        lambda: model.to("cpu:0"),  # as Accelerate calls it
         lambda: model.to(torch.device("cpu"), torch.float32, non_blocking=True),
         model.float,
         model.cpu,

@@ -49,9 +49,19 @@ def _scripts() -> dict[str, str]:
     }
 
 
+def _launched(code: str) -> contextlib.AbstractContextManager[None]:
+    """What torchrun leaves in the environment, where a host looks for it."""
+    if "onecopy.integrations" not in code:
+        return contextlib.nullcontext()
+    from tests.trainers import launched
+
+    return launched()
+
+
 def run_script(code: str, folder: str) -> str:
     """A whole script, as torchrun would run it, in the process group of the test."""
     with (
+        _launched(code),
         mock.patch("torch.distributed.init_process_group"),
         mock.patch("torch.distributed.destroy_process_group"),
         contextlib.redirect_stdout(io.StringIO()) as printed,

@@ -30,6 +30,7 @@ OVERRIDDEN = {
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_load_best_model": ["self"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
     "evaluation_loop": None,
 }
 # Where the Trainer must call them, and what must stand there.
@@ -39,8 +40,12 @@ CALLS = {
     "save_model": ["self._save(output_dir)"],
     "_save_checkpoint": ["self._save_optimizer_and_scheduler(output_dir)"],
     "_finalize_training": ["self._load_best_model()"],
-    "_run_epoch": ['plugin_kwargs.get("sync_each_batch", False)'],
+    "_run_epoch": [
+        "self._get_grad_norm(model, grad_norm=grad_norm)",
+        'plugin_kwargs.get("sync_each_batch", False)',
+    ],
     "evaluation_loop": ["self._wrap_model(self.model, training=False)"],
+    "_maybe_log_save_evaluate": ["if grad_norm is not None:"],
 }
 
 
@@ -100,6 +105,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no config": ({"config": {"stage": 3}}, "config is a dict"),
     "two clips": ({"settings_norm": 1.0}, "TrainingArguments(max_grad_norm=...) alone"),
     "a step in backward": ({"step_in_backward": True}, "TrainingArguments(max_grad_norm=0)"),
+    "two passes": (
+        {"step_in_backward": "two-pass", "config": onecopy.Config(max_grad_norm=1.0)},
+        "say step_in_backward=True",
+    ),
     "bf16_full_eval": ({"bf16_full_eval": True}, 'precision="bf16"'),
     "lomo": ({"optim": "lomo"}, "step_in_backward=True"),
     "layerwise": ({"optim": "galore_adamw_layerwise"}, "choose another optimizer"),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import onecopy
 import onecopy.handle
 from tests import models
 from tests.runs import full_values
@@ -252,6 +253,42 @@ def generate(stage: int | None, folder: Path) -> Seen:
     return seen_of(trainer, texts=torch.tensor(one))
 
 
+def train_what_is_sharded(stage: int | None, folder: Path) -> Seen:
+    """The model comes sharded, without an optimizer: its settings are those of that call."""
+    model = models.build("hf_llama")
+    kind = None
+    if stage is not None:
+        from onecopy.integrations.huggingface import OneCopyTrainer as kind
+
+        onecopy.shard(model, stage=stage)
+    trainer = trainer_of(None, model, folder, base=kind)
+    trainer.train()
+    return seen_of(trainer)
+
+
+def train_what_is_built(stage: int | None, folder: Path) -> Seen:
+    """The model has no values until it is sharded, and again when it resumes."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    for resume in (None, str(folder / "built" / "checkpoint-2")):
+        with onecopy.init_sharded() if stage is not None else contextlib.nullcontext():
+            model = models.build("hf_llama", seed=99 if resume else 0)
+        trainer = trainer_of(stage, model, folder / "built", **settings)
+        trainer.train(resume_from_checkpoint=resume)
+    return seen_of(trainer)
+
+
+def step_in_backward(stage: int | None, folder: Path) -> Seen:
+    """Without gradients there are no norms to be logged."""
+    settings: dict[str, Any] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
+    if stage is not None:
+        settings["step_in_backward"] = True
+    trainer = trainer_of(stage, models.build("hf_llama"), folder, **settings)
+    trainer.train()
+    for line in trainer.state.log_history:
+        line.pop("grad_norm", None)
+    return seen_of(trainer)
+
+
 MODES: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd", "max_grad_norm": 0.0},
     "sgd, clipped": {"optim": "sgd", "max_grad_norm": 0.1},
@@ -280,6 +317,9 @@ SCRIPTS: dict[str, Callable[[int | None, Path], Seen]] = {
     "model_init": train_from_model_init,
     "out of memory": run_out_of_memory,
     "generate": generate,
+    "sharded before": train_what_is_sharded,
+    "built without values": train_what_is_built,
+    "step in backward": step_in_backward,
 }
 
 

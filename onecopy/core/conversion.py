@@ -28,7 +28,7 @@ def convert_buffers(engine: Engine, convert: Callable[[torch.Tensor], torch.Tens
             probe = _probe(parameter)
             was_shared = probe.is_shared()
             result = convert(probe)
-            if result is not probe or result.is_shared() != was_shared:
+            if not _is_alike(result, probe) or result.is_shared() != was_shared:
                 raise ShardingError(
                     f"this call would give {name} new memory, {result.dtype} on {result.device} "
                     f"(it is {parameter.dtype} on {parameter.device}), outside of the flat buffer "
@@ -42,9 +42,17 @@ def convert_buffers(engine: Engine, convert: Callable[[torch.Tensor], torch.Tens
                     module._buffers[key] = convert(buffer)
 
 
+def _is_alike(result: torch.Tensor, probe: torch.Tensor) -> bool:
+    """Whether what came of a probe is itself, or a copy: `to("cpu:0")` copies what is on "cpu"."""
+    if result is probe:
+        return True
+    has_same_form = result.stride() == probe.stride() and result.dtype == probe.dtype
+    return has_same_form and result.device == probe.device and torch.equal(result, probe)
+
+
 def _probe(parameter: torch.Tensor) -> torch.Tensor:
     """A small tensor of the same dtype, device, number of dimensions and memory format."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     sizes = [2] * parameter.dim()
-    probe = torch.empty(sizes, dtype=parameter.dtype, device=parameter.device)
+    probe = torch.full(sizes, 3, dtype=parameter.dtype, device=parameter.device)
     return probe.permute([order.index(dim) for dim in range(len(order))])

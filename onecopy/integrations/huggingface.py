@@ -104,10 +104,17 @@ class OneCopyMixin(Host):  # type: ignore[misc]
             config = self.onecopy_config if owner is None else None
             shard(self.model, optimizer, config=config)
         asked = self.args.accelerator_config.gradient_accumulation_kwargs or {}
-        cuts_gradients = stage_of(config_of(self.model).chosen_stage).cut_gradients
-        if cuts_gradients and "sync_each_batch" not in asked:
+        config = config_of(self.model)
+        cuts_gradients = stage_of(config.chosen_stage).cut_gradients
+        if cuts_gradients and not config.step_in_backward and "sync_each_batch" not in asked:
             # The Trainer would accumulate under no_sync, which keeps whole gradients on each rank.
             self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """None, which is not logged, where backward has stepped and left no gradients."""
+        if config_of(self.model).step_in_backward:
+            return None
+        return super()._get_grad_norm(model, grad_norm)
 
     # Evaluation -------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from onecopy.config import Config
@@ -57,6 +58,7 @@ def check_trainer(trainer: Any, config: Config) -> None:
         ShardingError: the model cannot be sharded.
     """
     _check_rivals(trainer)
+    _check_launch(trainer.args)
     _check_model(trainer.model)
     _check_clipping(trainer.args, config)
     _check_optimizer(trainer.args)
@@ -87,11 +89,22 @@ def _check_rivals(trainer: Any) -> None:
             "TrainingArguments(parallelism_config=...) shards by itself: leave it out. Models with "
             "tensor parallelism train in a loop of your own, see docs/tensor-parallel.md"
         )
+
+
+def _check_launch(args: Any) -> None:
+    """The Trainer must know of all ranks: it deals out the data."""
     if args.n_gpu > 1:
         raise ConfigError(
             f"this process sees {args.n_gpu} devices, and the Trainer would copy the model to each "
             f"(DataParallel): start one process for each, torchrun --nproc-per-node={args.n_gpu} "
             "script.py"
+        )
+
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        raise ConfigError(
+            f"the process group has {dist.get_world_size()} ranks, and the Trainer knows of "
+            f"{args.world_size}, so all would train on the same data: start the script with "
+            "torchrun or onecopy.launch, and leave init_process_group to TrainingArguments"
         )
 
 
@@ -119,6 +132,11 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_clipping(args: Any, config: Config) -> None:
+    if config.step_in_backward == "two-pass":
+        raise ConfigError(
+            'step_in_backward="two-pass" needs optimizer.step(closure), and the Trainer calls it '
+            "without one: say step_in_backward=True"
+        )
     if config.step_in_backward and args.max_grad_norm:
         raise ConfigError(
             f"step_in_backward={config.step_in_backward!r} leaves no gradients to clip after "
