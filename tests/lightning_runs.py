@@ -26,6 +26,8 @@ SAID = (
     "The dirpath has changed from",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "It is recommended to use `self.log",
+    "Be aware that when using `ckpt_path`, callbacks",
+    "You defined a `validation_step` but have no `val_dataloader`",
     "You're resuming from a checkpoint that ended before the epoch ended",
 )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate")
-
 from safetensors.torch import load_file
 
 from tests import accelerate_resume as scripts
 from tests.pool import Pool, RankFailed
+
+# Looked for, not imported: that takes seconds.
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="accelerate is not installed"
+)
 
 
 def test_a_script_goes_on_as_if_it_had_never_ended(pool: Pool, tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("lightning")
-
 from onecopy.policies import Precision
 from tests.lightning_runs import Run, fit
 from tests.pool import Pool
+
+# Looked for, not imported: that takes seconds.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
 LOWER = {"two optimizers": 0, "clip norm": 1, "accumulation": 2}
 MODES: dict[str, dict[str, Any]] = {
