@@ -1,24 +1,28 @@
 """Who takes part: each a way to train the same model, with weights of its own from one seed.
 
-Floors, which communicate nothing (so they train on their own rank's data alone):
-    compute          forward and backward
-    compute+step     and the optimizer's step on all parameters: the least that DDP and stage 0
-                     can take
-    compute+step/N   and the step on 1/N of every parameter: the least for the sharded ones
+Floors train on their own rank's data alone, so their losses are not compared (see floors.py):
+    compute     forward and backward
+    floor-0     and the bare messages that stage 0 must send, and the update of all parameters
+    floor-1     and those of stages 1 and 2, and the update of 1/N of every parameter
+    floor-3     and those of stage 3, and the same update
 
-Peers: ddp, zero_redundancy (ZeroRedundancyOptimizer over DDP), fsdp2 (fully_shard on each block
-and on the model). Ours: onecopy-0 to onecopy-3.
+Peers: ddp, zero_redundancy (ZeroRedundancyOptimizer over DDP), fsdp2 (fully_shard on each block and
+on the model), fsdp2-keep (with reshard_after_forward=False), and DeepSpeed's stages
+(with_deepspeed.py).
+
+Ours: onecopy-0 to onecopy-3, states in host memory or on disk, and quantized transfers.
 
 On several nodes also hsdp (fsdp2, cut inside nodes only) and ours that know nodes, by the names of
 the papers; see ONECOPY.
 
 All use `torch.optim.AdamW(fused=True)` and defaults otherwise, but for DDP's
-`gradient_as_bucket_view=True`, which is its better side.
+`gradient_as_bucket_view=True`, which is its better side. DeepSpeed's offload has its own CPU Adam.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -36,18 +40,32 @@ import onecopy
 from benchmarks.model import GPT, SIZES
 from onecopy.policies import Quantize
 
-__all__ = ["CONTENDERS", "FLOORS", "ONECOPY", "Contender", "Setting", "build", "floor_of"]
+__all__ = [
+    "CONTENDERS",
+    "FLOORS",
+    "LEARNING_RATE",
+    "ONECOPY",
+    "Contender",
+    "Setting",
+    "adamw",
+    "build",
+]
 
-FLOORS = ("compute", "compute+step", "compute+step/N")
+FLOORS = ("compute", "floor-0", "floor-1", "floor-3")
+DEEPSPEED = ("deepspeed-1", "deepspeed-2", "deepspeed-3", "deepspeed-3-cpu", "deepspeed-3-nvme")
 CONTENDERS = (
     *FLOORS,
-    *("ddp", "zero_redundancy", "fsdp2"),
+    *("ddp", "zero_redundancy", "fsdp2", "fsdp2-keep"),
+    *DEEPSPEED,
     *(f"onecopy-{stage}" for stage in range(4)),
+    *("onecopy-3-cpu", "onecopy-3-nvme", "qwz", "qgz", "zero++"),
 )
 LEARNING_RATE = 1e-3
 # Settings of shard for each of ours.
 ONECOPY: dict[str, dict[str, Any]] = {
     **{f"onecopy-{stage}": {"stage": stage} for stage in range(4)},
+    "onecopy-3-cpu": {"stage": 3, "offload": "cpu"},
+    "onecopy-3-nvme": {"stage": 3, "offload": "nvme"},
     "mics": {"stage": "mics"},
     "hfsdp": {"stage": "hfsdp"},
     "hpz": {"stage": "hpz"},
@@ -61,13 +79,17 @@ ONECOPY: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is the same for all contenders of a run."""
+    """What is the same for all contenders of a run.
+
+    disk: a folder for states on disk, of those that have any there.
+    """
 
     size: str
     nproc: int
     dtype: str
     micro_batch: int
     context: int
+    disk: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,9 +97,10 @@ class Contender:
     """One way to train.
 
     model, optimizer: as the way's own tools for checkpoints take them.
-    forward: the loss of a batch of tokens.
+    forward: the loss of a batch of tokens. backward: of that loss.
     step: after backward, the update; zero_grad follows it.
     settle: wait for transfers that the last step has left under way.
+    wrap_seconds: from a model in plain PyTorch to one that trains on all ranks.
     """
 
     name: str
@@ -86,28 +109,42 @@ class Contender:
     forward: Callable[[Tensor], Tensor]
     step: Callable[[], object]
     zero_grad: Callable[[], object]
+    backward: Callable[[Tensor], object] = Tensor.backward
     settle: Callable[[], object] = field(default=lambda: None)
-
-
-def floor_of(name: str) -> str:
-    """The floor whose optimizer updates as many parameters per rank."""
-    return "compute+step" if name in ("ddp", "onecopy-0") else "compute+step/N"
+    wrap_seconds: float = 0.0
 
 
 def build(name: str, setting: Setting) -> Contender:
     """A contender, in the default process group."""
+    make = _maker(name)
     torch.manual_seed(0)
     model = GPT(SIZES[setting.size], setting.context)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    contender = make(name, model, setting)
+    contender.wrap_seconds = time.perf_counter() - begin
+    return contender
+
+
+def _maker(name: str) -> Callable[[str, GPT, Setting], Contender]:
+    # Imported here: neither takes part in all benchmarks, and DeepSpeed takes long to import.
     if name in FLOORS:
-        return _floor(name, model, setting)
-    if name in ("fsdp2", "hsdp"):
-        return _fsdp2(name, model, setting)
-    if name in ("ddp", "zero_redundancy"):
-        return _ddp(name, model, setting)
-    return _onecopy(name, model, setting)
+        from benchmarks.floors import floor
+
+        return floor
+    if name in DEEPSPEED:
+        from benchmarks import with_deepspeed
+
+        with_deepspeed.prepare(name)
+        return with_deepspeed.deepspeed_contender
+    if name in ("fsdp2", "fsdp2-keep", "hsdp"):
+        return _fsdp2
+    return _ddp if name in ("ddp", "zero_redundancy") else _onecopy
 
 
-def _adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Everybody's optimizer."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
@@ -115,46 +152,6 @@ def _autocast(setting: Setting) -> AbstractContextManager[object]:
     if setting.dtype == "fp32":
         return nullcontext()
     return torch.autocast("cpu", torch.bfloat16)
-
-
-def _floor(name: str, model: nn.Module, setting: Setting) -> Contender:
-    """In bf16 the model is bf16 for compute, and fp32 masters are updated and copied back."""
-    low = setting.dtype == "bf16"
-    masters = list(model.parameters())
-    if low:
-        masters = [nn.Parameter(master.detach().clone()) for master in masters]
-        model.to(torch.bfloat16)
-    parameters = list(model.parameters())
-    divisor = setting.nproc if name == "compute+step/N" else 1
-    cuts = [-(-master.numel() // divisor) for master in masters]
-    pieces = [
-        nn.Parameter(master.detach().view(-1)[:cut])
-        for master, cut in zip(masters, cuts, strict=True)
-    ]
-    optimizer = _adamw(pieces)
-
-    def step() -> None:
-        for piece, parameter, cut in zip(pieces, parameters, cuts, strict=True):
-            assert parameter.grad is not None, "every parameter of the model gets a gradient"
-            piece.grad = parameter.grad.view(-1)[:cut].to(piece.dtype)
-        optimizer.step()
-        if low:
-            for piece, parameter, cut in zip(pieces, parameters, cuts, strict=True):
-                parameter.data.view(-1)[:cut].copy_(piece.data)
-
-    def zero_grad() -> None:
-        optimizer.zero_grad()
-        model.zero_grad()
-
-    nothing: Callable[[], object] = lambda: None  # noqa: E731
-    return Contender(
-        name=name,
-        model=model,
-        optimizer=optimizer,
-        forward=model,
-        step=nothing if name == "compute" else step,
-        zero_grad=zero_grad,
-    )
 
 
 def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
@@ -166,7 +163,7 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
             model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True
         )
     else:
-        optimizer = _adamw(list(model.parameters()))
+        optimizer = adamw(list(model.parameters()))
 
     def forward(tokens: Tensor) -> Tensor:
         with _autocast(setting):
@@ -193,10 +190,11 @@ def _fsdp2(name: str, model: GPT, setting: Setting) -> Contender:
     policy = MixedPrecisionPolicy()
     if setting.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = _adamw(list(model.parameters()))
+    # None is torch's default: all but the root give their parameters back after forward.
+    reshard = False if name == "fsdp2-keep" else None
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = adamw(list(model.parameters()))
     return Contender(
         name=name,
         model=model,
@@ -208,8 +206,10 @@ def _fsdp2(name: str, model: GPT, setting: Setting) -> Contender:
 
 
 def _onecopy(name: str, model: nn.Module, setting: Setting) -> Contender:
-    settings = ONECOPY[name]
-    optimizer = _adamw(list(model.parameters()))
+    settings = dict(ONECOPY[name])
+    if settings.get("offload") == "nvme":
+        settings["offload"] = f"nvme:{setting.disk}"
+    optimizer = adamw(list(model.parameters()))
     onecopy.shard(model, optimizer, precision=setting.dtype, **settings)
 
     def settle() -> None:

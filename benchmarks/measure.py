@@ -1,9 +1,8 @@
-"""What the rank processes run: contenders taking turns, and one contender alone for its memory."""
+"""What the rank processes run: contenders taking turns, and one contender alone for its tensors."""
 
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,27 +11,31 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor, UntypedStorage
 
 from benchmarks.contenders import Contender, Setting, build
 from benchmarks.model import SIZES, batch
+from benchmarks.network import LOOPBACK, settled
 from onecopy.memory.buffers import reuse_freed_blocks
 from onecopy.memory.live_tensors import LiveTensors
 
 __all__ = [
     "Alone",
-    "Memory",
+    "LiveBytes",
     "Plan",
     "Steps",
-    "measure_memory",
+    "Turns",
+    "measure_live_tensors",
     "reset_peak",
     "resident",
     "take_turns",
-    "take_turns_alone",
     "train_step",
 ]
 
 TURN_TIMEOUT = timedelta(hours=2)
-MEMORY_STEPS = 3
+LIVE_WARM_STEPS, LIVE_STEPS = 3, 2
+# Torch's reducer, in C++, makes their gradients: no operation shows them.
+UNSEEN_GRADIENTS = ("ddp", "zero_redundancy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +44,14 @@ class Plan:
 
     The first step of a turn is not timed: it finds cold caches, and it has no transfers left from
     a step before it. `warm_rounds` rounds come first and count for nothing.
+
+    same_allocator: all return freed blocks to the system as shard() makes glibc do it.
     """
 
     rounds: int
     timed: int
     warm_rounds: int = 1
+    same_allocator: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,65 +75,78 @@ class Steps:
         self.cpu.append(seconds[3])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """One rank's bytes.
+@dataclass(slots=True, kw_only=True)
+class Turns:
+    """All turns of one contender on one rank.
 
-    base: resident before the model is built. life: the most that was ever resident. steady: the
-    most in later steps. live: the most that live tensors held in later steps.
+    start: seconds from the model in plain PyTorch to the end of its first step on all ranks.
+    base: bytes resident before the model is made. peak: the most in each turn, steady: after it.
+    sent: bytes that all ranks of the contender sent in one step of each turn, without headers.
     """
 
-    base: int
-    life: int
+    steps: Steps = field(default_factory=Steps)
+    start: float = 0.0
+    base: int = 0
+    peak: list[int] = field(default_factory=list)
+    steady: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBytes:
+    """What live tensors of one rank held: at most, and between backward and the update."""
+
+    peak: int
     steady: int
-    live: int = 0
 
 
-# Time -----------------------------------------------------------------------------------------
+# Turns ----------------------------------------------------------------------------------------
 
 
-def take_turns(names: tuple[str, ...], setting: Setting, plan: Plan) -> dict[str, Steps]:
-    """All contenders in this process and in one process group, in turn."""
-    dist.init_process_group("gloo")
-    if any(name.startswith("onecopy") for name in names):
-        # shard() asks glibc for this; asked for here, all contenders have it from the start.
-        reuse_freed_blocks()
-    contenders = [build(name, setting) for name in names]
-    results = {name: Steps() for name in names}
-    for number in range(plan.warm_rounds + plan.rounds):
-        for contender in contenders:
-            _turn(contender, setting, plan, number, results[contender.name])
-    dist.destroy_process_group()
-    return results
-
-
-def take_turns_alone(names: tuple[str, ...], setting: Setting, plan: Plan) -> dict[str, Steps]:
+def take_turns(names: tuple[str, ...], setting: Setting, plan: Plan) -> tuple[str, Turns]:
     """One contender in this process, in a group with its own kind, while the others sleep.
 
     Launched in `nproc` processes for each of `names`. So the contenders share no allocator, whose
-    settings and free blocks one would inherit from another.
+    settings and free blocks one would inherit from another. Nobody else may use the loopback
+    interface, whose counters are read.
     """
     alone = Alone(names, setting.nproc)
-    contender = build(alone.name, setting)
-    steps = Steps()
+    if plan.same_allocator:
+        reuse_freed_blocks()
+    turns = Turns(base=resident("VmRSS"))
+    contender: Contender | None = None
     for number in range(plan.warm_rounds + plan.rounds):
         with alone.turn(number):
-            _turn(contender, setting, plan, number, steps)
-    dist.destroy_process_group()
-    return {contender.name: steps}
+            if contender is None:
+                contender = build(alone.name, setting)
+            _turn(contender, setting, plan, number, turns)
+    alone.end()
+    return alone.name, turns
 
 
 class Alone:
     """This process's contender, in a group with its own kind; `nproc` processes for each name.
 
+    The environment becomes that of a launch of `nproc` ranks.
+
     name: which contender this process is.
     """
 
     def __init__(self, names: tuple[str, ...], nproc: int) -> None:
-        self._place, self._rank = divmod(int(os.environ["RANK"]), nproc)
-        self._count = len(names)
+        number = int(os.environ["RANK"])
+        self._place, self._rank = divmod(number, nproc)
+        self._count, self._nproc = len(names), nproc
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = dist.TCPStore(host, port, is_master=False, timeout=TURN_TIMEOUT)
+        # In a network of its own (network.py) the launcher's store cannot be reached.
+        is_reached = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+        self._makes_store = number == 0 and not is_reached
+        self._store = dist.TCPStore(
+            host, port, None, self._makes_store, TURN_TIMEOUT, wait_for_workers=False
+        )
+        os.environ.update(
+            {name: str(self._rank) for name in ("RANK", "LOCAL_RANK")}
+            | {name: str(nproc) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        )
         own = dist.PrefixStore(f"contender/{self._place}", self._store)
         dist.init_process_group("gloo", store=own, rank=self._rank, world_size=nproc)
         self.name = names[self._place]
@@ -143,29 +162,48 @@ class Alone:
         if self._rank == 0:
             self._store.set(f"turn/{turn + 1}", "")
 
+    def end(self) -> None:
+        """Leave the group; the process that has the store waits for all others."""
+        dist.destroy_process_group()
+        if self._store.add("ended", 1) == self._count * self._nproc:
+            self._store.set("all ended", "")
+        if self._makes_store:
+            self._store.wait(["all ended"], TURN_TIMEOUT)
 
-def _turn(contender: Contender, setting: Setting, plan: Plan, number: int, into: Steps) -> None:
-    first = number * (plan.timed + 1)
-    for step in range(first, first + plan.timed + 1):
-        seconds, loss = train_step(contender, setting, step)
-        into.losses.append(loss)
-        if number >= plan.warm_rounds and step > first:
-            into.add(seconds)
+
+def _turn(contender: Contender, setting: Setting, plan: Plan, number: int, into: Turns) -> None:
+    """The first step is not timed, but what it sends is counted."""
+    first, counts = number * (plan.timed + 1), number >= plan.warm_rounds
+    reset_peak()
+    before = settled(LOOPBACK)
+    seconds, loss = train_step(contender, setting, first)
+    if number == 0:
+        into.start = contender.wrap_seconds + sum(seconds[:3])
     contender.settle()
-    dist.barrier()
+    sent = settled(LOOPBACK).since(before).looped_payload
+    into.steps.losses.append(loss)
+    for step in range(first + 1, first + 1 + plan.timed):
+        seconds, loss = train_step(contender, setting, step)
+        into.steps.losses.append(loss)
+        if counts:
+            into.steps.add(seconds)
+    contender.settle()
+    if counts:
+        into.sent.append(sent)
+        into.peak.append(resident("VmHWM"))
+        into.steady.append(resident("VmRSS"))
 
 
 def train_step(
     contender: Contender, setting: Setting, number: int
 ) -> tuple[tuple[float, float, float, float], float]:
     """Seconds of forward, of backward, of the update with zero_grad, of CPU; and the loss."""
-    shape = (setting.micro_batch, setting.context)
-    tokens = batch(SIZES[setting.size], shape, number, dist.get_rank())
+    tokens = _tokens(setting, number)
     dist.barrier()
     cpu, start = time.process_time(), time.perf_counter()
     loss = contender.forward(tokens)
     forward = time.perf_counter()
-    loss.backward()
+    contender.backward(loss)
     backward = time.perf_counter()
     contender.step()
     contender.zero_grad()
@@ -174,40 +212,54 @@ def train_step(
     return (forward - start, backward - forward, end - backward, cpu), loss.item()
 
 
+def _tokens(setting: Setting, number: int) -> Tensor:
+    shape = (setting.micro_batch, setting.context)
+    return batch(SIZES[setting.size], shape, number, dist.get_rank())
+
+
 # Memory ---------------------------------------------------------------------------------------
 
 
-def measure_memory(name: str, setting: Setting, track: bool, same_allocator: bool) -> Memory:
-    """One contender alone in fresh processes: a few steps, then a few that count.
-
-    Args:
-        track: follow live tensors, which takes memory itself: what is resident means nothing then.
-        same_allocator: return freed blocks to the system for every contender, as shard() does.
-    """
+def measure_live_tensors(name: str, setting: Setting) -> LiveBytes:
+    """One contender alone in fresh processes: some steps first, then some that count."""
     dist.init_process_group("gloo")
-    dist.barrier()
-    if same_allocator:
-        reuse_freed_blocks()
-    base = resident("VmRSS")
-    if track:
-        with LiveTensors() as live:
-            contender = build(name, setting)
-            _run(contender, setting, 0)
-            live.reset_peak()
-            _run(contender, setting, MEMORY_STEPS)
-        return Memory(base=base, life=0, steady=0, live=live.peak_bytes)
-    contender = build(name, setting)
-    _run(contender, setting, 0)
-    reset_peak()
-    _run(contender, setting, MEMORY_STEPS)
-    life = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Memory(base=base, life=life, steady=resident("VmHWM"))
+    with _RealTensors() as live:
+        contender = build(name, setting)
+        for number in range(LIVE_WARM_STEPS):
+            train_step(contender, setting, number)
+            contender.settle()
+        live.reset_peak()
+        steady = [
+            _live_step(contender, setting, LIVE_WARM_STEPS + number, live)
+            for number in range(LIVE_STEPS)
+        ]
+    dist.destroy_process_group()
+    return LiveBytes(peak=live.peak_bytes, steady=max(steady))
 
 
-def _run(contender: Contender, setting: Setting, first: int) -> None:
-    for number in range(first, first + MEMORY_STEPS):
-        train_step(contender, setting, number)
+class _RealTensors(LiveTensors):
+    """Without the storages of DTensors, which have a size and no bytes: what they wrap has them."""
+
+    def _add(self, storage: UntypedStorage | None) -> None:
+        if storage is None:
+            return
+        try:
+            storage.data_ptr()
+        except RuntimeError:
+            return
+        super()._add(storage)
+
+
+def _live_step(contender: Contender, setting: Setting, number: int, live: LiveTensors) -> int:
+    """What is alive between backward and the update."""
+    contender.backward(contender.forward(_tokens(setting, number)))
+    if contender.name in UNSEEN_GRADIENTS:
+        live.watch([one.grad for one in contender.model.parameters() if one.grad is not None])
+    steady = live.num_bytes()
+    contender.step()
+    contender.zero_grad()
     contender.settle()
+    return steady
 
 
 def reset_peak() -> None:

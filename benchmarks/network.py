@@ -7,6 +7,7 @@ Each node is a network namespace with one interface, `wire`: what its ranks say 
 by the namespace's own loopback, all else by the wire, whose counters the kernel keeps. Two nodes
 are the two ends of a veth pair; more are joined by a bridge in a namespace of its own. A token
 bucket (`tc ... tbf`) at each sending end is the speed of the link, the same in both directions.
+One node alone has its loopback, `lo`, which nobody else uses: its counters are those of the ranks.
 
 It needs Linux, the programs `ip` and `tc` (Debian: iproute2) and the right to make namespaces.
 Nothing outside of the namespaces is changed, and they go at the end: also after an error or Ctrl-C.
@@ -37,6 +38,8 @@ import onecopy
 
 __all__ = [
     "HEADER_BYTES",
+    "LOOPBACK",
+    "LOOPBACK_HEADER_BYTES",
     "WIRE",
     "CannotMakeNodesError",
     "Counters",
@@ -45,9 +48,9 @@ __all__ = [
     "settled",
 ]
 
-WIRE, BRIDGE = "wire", "bridge"
-# Ethernet 14, IPv4 20, TCP with time stamps 32.
-HEADER_BYTES = 66
+WIRE, BRIDGE, LOOPBACK = "wire", "bridge", "lo"
+# Ethernet 14, IPv4 20, TCP with time stamps 32; loopback counts packets without the first.
+HEADER_BYTES, LOOPBACK_HEADER_BYTES = 66, 52
 # A bucket holds what the link sends in BURST_SECONDS, so that a late timer costs no speed.
 LEAST_BURST, BURST_SECONDS = 256 << 10, 0.004
 # In front of the bucket: more than the connections of some ranks keep under way, so none is lost.
@@ -84,6 +87,11 @@ class Counters(NamedTuple):
     def sent_payload(self) -> int:
         """Bytes sent without the headers of TCP, IP and Ethernet."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
+
+    @property
+    def looped_payload(self) -> int:
+        """The same where these are counters of `lo`: what all ranks of the node have sent."""
+        return self.sent_bytes - LOOPBACK_HEADER_BYTES * self.sent_packets
 
     @property
     def received_payload(self) -> int:
@@ -138,9 +146,9 @@ class Network:
             LOCAL_WORLD_SIZE=str(self.ranks[node]),
             GROUP_RANK=str(node),
             GROUP_WORLD_SIZE=str(len(self.ranks)),
-            MASTER_ADDR=_address(0),
+            MASTER_ADDR=_address(0) if self.ends else "127.0.0.1",
             MASTER_PORT=str(PORT),
-            GLOO_SOCKET_IFNAME=WIRE,
+            GLOO_SOCKET_IFNAME=WIRE if self.ends else LOOPBACK,
         )
         # The first rank makes the store: the launcher's own cannot be reached from here.
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
@@ -151,7 +159,7 @@ def network(ranks: Sequence[int] = (2, 2), megabits: float | None = None) -> Ite
     """Nodes with so many ranks each, until the end of the block.
 
     Args:
-        ranks: of each node, at least two nodes.
+        ranks: of each node.
         megabits: see `Network.limit`.
 
     Raises:
@@ -162,10 +170,10 @@ def network(ranks: Sequence[int] = (2, 2), megabits: float | None = None) -> Ite
     _remove_stale()
     with contextlib.ExitStack() as stack:
         nodes = tuple(_make_namespace(stack) for _ in ranks)
-        ends = _join_two(nodes) if len(nodes) == 2 else _join_by_bridge(nodes, stack)
-        for number, name in enumerate(nodes):
+        ends = _join(nodes, stack) if len(nodes) > 1 else ()
+        for number, name in enumerate(nodes if ends else ()):
             _run("ip", "-n", name, "addr", "add", f"{_address(number)}/24", "dev", WIRE)
-        for name, device in (*((name, "lo") for name in nodes), *ends):
+        for name, device in (*((name, LOOPBACK) for name in nodes), *ends):
             _run("ip", "-n", name, "link", "set", device, "up")
         _try_to_enter(nodes[0])
         made = Network(ranks=tuple(ranks), nodes=nodes, ends=ends)
@@ -215,6 +223,10 @@ def _make_namespace(stack: contextlib.ExitStack) -> str:
     # With it go its interfaces, and the other ends of its pairs.
     stack.callback(_run, "ip", "netns", "del", name)
     return name
+
+
+def _join(nodes: Sequence[str], stack: contextlib.ExitStack) -> tuple[tuple[str, str], ...]:
+    return _join_two(nodes) if len(nodes) == 2 else _join_by_bridge(nodes, stack)
 
 
 def _join_two(nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -14,12 +14,25 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import FLOORS, floor_of
-from benchmarks.measure import Memory, Steps
+from benchmarks import formula
+from benchmarks.contenders import CONTENDERS, FLOORS, Setting
+from benchmarks.measure import LiveBytes, Steps, Turns
 
-__all__ = ["Column", "deviations", "machine", "memory_rows", "show", "time_row", "time_rows"]
+__all__ = [
+    "Column",
+    "comparison",
+    "deviations",
+    "machine",
+    "markdown",
+    "show",
+    "time_row",
+    "title_of",
+    "words",
+]
 
 Row = dict[str, Any]
+PEERS = ("ddp", "fsdp2")
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +57,121 @@ TIME_COLUMNS = (
     Column("total", "step ms", ".1f"),
     Column("spread", "IQR", ".1f"),
     Column("cpu", "CPU ms", ".1f"),
-    Column("per_ddp", "/ ddp", ".2f"),
-    Column("per_fsdp2", "/ fsdp2", ".2f"),
+    Column("total_per_ddp", "/ ddp", ".2f"),
+    Column("total_per_fsdp2", "/ fsdp2", ".2f"),
     Column("added", "added", ".1f"),
     Column("added_per_ddp", "/ ddp's", ".2f"),
     Column("added_per_fsdp2", "/ fsdp2's", ".2f"),
-    Column("over_floor", "over floor", ".1f"),
-    Column("over_floor_per_ddp", "/ ddp's", ".2f"),
-    Column("over_floor_per_fsdp2", "/ fsdp2's", ".2f"),
+    Column("added_per_deepspeed", "/ deepspeed's", ".2f"),
+    Column("of_floor", "/ floor", ".2f"),
+    Column("start", "start ms", ".0f"),
 )
 MEMORY_COLUMNS = (
     Column("name", "contender"),
-    Column("steady", "peak MiB", ".0f"),
+    Column("peak", "peak MiB", ".0f"),
     Column("above_base", "above base", ".0f"),
-    Column("life", "with start", ".0f"),
-    Column("live", "tensors", ".0f"),
-    Column("steady_per_ddp", "peak / ddp", ".2f"),
-    Column("steady_per_fsdp2", "/ fsdp2", ".2f"),
-    Column("live_per_ddp", "tensors / ddp", ".2f"),
-    Column("live_per_fsdp2", "/ fsdp2", ".2f"),
+    Column("steady", "after a step", ".0f"),
+    Column("live_peak", "tensors, peak", ".1f"),
+    Column("live", "tensors at rest", ".1f"),
+    Column("states", "formula", ".1f"),
+    Column("live_of_formula", "ratio", ".3f"),
+    Column("sent", "MB sent", ".2f"),
+    Column("least_sent", "least", ".2f"),
+    Column("sent_of_least", "ratio", ".3f"),
+    Column("apart", "loss apart", ".1e"),
 )
 
 
-def time_rows(results: Mapping[str, Sequence[Steps]]) -> list[Row]:
-    """One row per contender, in milliseconds; `results` holds the steps of each rank.
+def comparison(
+    batches: Sequence[Mapping[str, Sequence[Turns]]],
+    live: Mapping[str, Sequence[LiveBytes]],
+    setting: Setting,
+) -> list[Row]:
+    """One row per contender: milliseconds, MiB, and megabytes per rank and step.
 
     A step lasts as long as on its slowest rank; rows hold medians over steps. Phases are medians
-    of their own, so they need not add up to the step.
+    of their own, so they need not add up to the step. Memory is that of the rank that needs most.
+
+    Args:
+        batches: turns of each rank; a contender is compared with the floors of its own batch.
+        live: of each rank; empty where it was not measured.
     """
-    rows = [time_row(name, ranks) for name, ranks in results.items()]
-    totals = {row["name"]: row["total"] for row in rows}
+    rows: dict[str, Row] = {}
+    for results in batches:
+        of_batch = {
+            name: {
+                **time_row(name, [rank.steps for rank in ranks]),
+                "start": 1e3 * max(rank.start for rank in ranks),
+                **_memory(name, ranks, live.get(name, ()), setting),
+                **_traffic(name, ranks, setting),
+            }
+            for name, ranks in results.items()
+        }
+        _compare_with_floors(of_batch)
+        rows = {**of_batch, **rows}
+    of_ranks = {
+        name: [one.steps for one in ranks] for batch in batches for name, ranks in batch.items()
+    }
+    for name, apart in deviations(of_ranks).items():
+        rows[name]["apart"] = apart
+    made = [rows[name] for name in CONTENDERS if name in rows]
+    _compare_with_peers(made)
+    return made
+
+
+def _memory(
+    name: str, ranks: Sequence[Turns], live: Sequence[LiveBytes], setting: Setting
+) -> dict[str, float]:
+    found: dict[str, float] = {
+        "peak": max(max(rank.peak) for rank in ranks) / MIB,
+        "above_base": max(max(rank.peak) - rank.base for rank in ranks) / MIB,
+        "steady": max(median(rank.steady) for rank in ranks) / MIB,
+    }
+    if live:
+        found["live_peak"] = max(rank.peak for rank in live) / MIB
+        found["live"] = max(rank.steady for rank in live) / MIB
+        states = formula.states_at_rest(name, setting)
+        if states is not None:
+            found["states"] = states / MIB
+            found["live_of_formula"] = found["live"] / found["states"]
+    return found
+
+
+def _traffic(name: str, ranks: Sequence[Turns], setting: Setting) -> dict[str, float]:
+    """The counter has seen all ranks; other programs can only add to it."""
+    found = {"sent": min(ranks[0].sent) / setting.nproc / 1e6}
+    least = formula.least_bytes_sent(name, setting)
+    if least:
+        found |= {"least_sent": least / 1e6, "sent_of_least": found["sent"] * 1e6 / least}
+    return found
+
+
+def _compare_with_floors(by_name: Mapping[str, Row]) -> None:
+    """What each adds to compute, and its step over that of its floor."""
+    for name, row in by_name.items():
+        if "compute" in by_name:
+            row["added"] = row["total"] - by_name["compute"]["total"]
+        floor = None if name in FLOORS else by_name.get(formula.floor_of(name))
+        if floor is not None:
+            row["of_floor"] = row["total"] / floor["total"]
+
+
+def _compare_with_peers(rows: Sequence[Row]) -> None:
+    by_name = {row["name"]: row for row in rows}
     for row in rows:
         name = row["name"]
-        if "compute" in totals:
-            row["added"] = row["total"] - totals["compute"]
-        floor = floor_of(name)
-        if floor in totals and name not in FLOORS:
-            row["over_floor"] = row["total"] - totals[floor]
-    for peer in ("ddp", "fsdp2"):
-        _divide(rows, peer, {"total": "per", "added": "added_per", "over_floor": "over_floor_per"})
-    return rows
+        for peer in PEERS:
+            _divide(row, "total", peer, by_name)
+            if name != "compute":
+                _divide(row, "added", peer, by_name)
+        if name not in FLOORS:
+            _divide(row, "added", f"deepspeed-{formula.cut_of(name)}", by_name, "deepspeed")
+
+
+def _divide(row: Row, key: str, peer: str, by_name: Mapping[str, Row], called: str = "") -> None:
+    base = by_name.get(peer, {}).get(key)
+    if base and row.get(key) is not None:
+        row[f"{key}_per_{called or peer}"] = row[key] / base
 
 
 def time_row(name: str, ranks: Sequence[Steps]) -> Row:
@@ -101,34 +189,6 @@ def time_row(name: str, ranks: Sequence[Steps]) -> Row:
         "total": median(totals),
         "spread": high - low,
     }
-
-
-def memory_rows(results: Mapping[str, Sequence[Memory]]) -> list[Row]:
-    """One row per contender, in MiB, of the rank that needs most."""
-    rows: list[Row] = []
-    for name, ranks in results.items():
-        steady = max(rank.steady for rank in ranks)
-        row: Row = {
-            "steady": steady,
-            "above_base": max(rank.steady - rank.base for rank in ranks),
-            "life": max(rank.life for rank in ranks),
-            "live": max(rank.live for rank in ranks),
-        }
-        rows.append({"name": name, **{key: value / 2**20 for key, value in row.items()}})
-    for peer in ("ddp", "fsdp2"):
-        _divide(rows, peer, {"steady": "steady_per", "live": "live_per"})
-    return rows
-
-
-def _divide(rows: Sequence[Row], peer: str, names: Mapping[str, str]) -> None:
-    """Add ratios to the peer's values, where the peer took part; floors have none."""
-    for base in [row for row in rows if row["name"] == peer]:
-        for row in rows:
-            for key, ratio in names.items():
-                if row["name"] in FLOORS and key != "total":
-                    continue
-                if row.get(key) is not None and base.get(key):
-                    row[f"{ratio}_{peer}"] = row[key] / base[key]
 
 
 def deviations(results: Mapping[str, Sequence[Steps]]) -> dict[str, float]:
@@ -150,6 +210,17 @@ def deviations(results: Mapping[str, Sequence[Steps]]) -> dict[str, float]:
     }
 
 
+def title_of(setting: Mapping[str, Any]) -> str:
+    """A setting in one line."""
+    rows = f"micro-batch {setting['micro_batch']} of {setting['context']} tokens"
+    return f"{setting['size']} parameters, {setting['nproc']} ranks, {setting['dtype']}, {rows}"
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Names and values in one line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 def machine() -> dict[str, Any]:
     """Where the numbers come from, and how busy it was."""
     return {
@@ -164,7 +235,7 @@ def show(
     console: Console, title: str, columns: Sequence[Column], rows: list[Row], in_markdown: bool
 ) -> None:
     """A table for people, in Markdown too if asked for; columns without a value are left out."""
-    shown = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
+    shown = _with_values(columns, rows)
     console.print(title, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in shown:
@@ -174,11 +245,17 @@ def show(
         table.add_row(*(column.cell(row) for column in shown))
     console.print(table)
     if in_markdown:
-        console.print(_markdown(shown, rows), soft_wrap=True, highlight=False)
+        console.print(markdown(columns, rows), soft_wrap=True, highlight=False)
 
 
-def _markdown(shown: Sequence[Column], rows: list[Row]) -> str:
+def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """The table to paste; columns without a value are left out."""
+    shown = _with_values(columns, rows)
     lines = [" | ".join(column.heading for column in shown)]
     lines.append(" | ".join("---" if column.key == "name" else "---:" for column in shown))
     lines += [" | ".join(column.cell(row) for column in shown) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _with_values(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    return [one for one in columns if any(row.get(one.key) is not None for row in rows)]

@@ -23,15 +23,15 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 import onecopy.events
 from benchmarks import report
 from benchmarks.contenders import ONECOPY, Contender, Setting, build
+from benchmarks.formula import num_parameters
 from benchmarks.measure import Plan, Steps, train_step
-from benchmarks.model import GPT, SIZES
+from benchmarks.model import SIZES
 from benchmarks.network import CannotMakeNodesError, Network, network, settled
 from benchmarks.report import Column
 from onecopy.memory.buffers import reuse_freed_blocks
@@ -207,7 +207,7 @@ def _rows(
     """One row per contender; megabytes are those of the node that sends most."""
     firsts = [sum(ranks[:node]) for node in range(len(ranks))]
     itemsize = {"fp32": 4, "bf16": 2}[setting.dtype]
-    whole = _num_parameters(setting) * itemsize / 1e6
+    whole = num_parameters(setting) * itemsize / 1e6
     yardstick = next(iter(results.values()))
     rows = []
     for name, turns in results.items():
@@ -234,12 +234,6 @@ def _rows(
             for row in rows:
                 row[key] = base["total"] / row["total"]
     return rows
-
-
-def _num_parameters(setting: Setting) -> int:
-    with torch.device("meta"):
-        model = GPT(SIZES[setting.size], setting.context)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _check_losses(console: Console, rows: Sequence[dict[str, Any]], dtype: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,6 +14,39 @@ from onecopy.memory import direct_io
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PARAMETERS = 928_512  # of the smallest model with 32 tokens
+
+
+@pytest.mark.slow
+def test_compare(tmp_path: Path) -> None:
+    """The same training for all, bytes of the formulas, floors that send as much as the stages."""
+    stages = {0: "floor-0", 1: "floor-1", 2: "floor-1", 3: "floor-3"}
+    names = ["compute", "floor-0", "floor-1", "floor-3", "ddp", "fsdp2", "fsdp2-keep"]
+    names += [f"onecopy-{stage}" for stage in stages]
+    sizes = "--size 1m --context 32 --rounds 1 --steps 1".split()
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.compare", *sizes),
+            *("--output", str(tmp_path), "--contenders", *names),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (run,) = json.loads((tmp_path / "compare.json").read_text())
+    rows = {row["name"]: row for row in run["rows"]}
+    assert list(rows) == names
+    assert rows["fsdp2"]["live_of_formula"] == pytest.approx(1, abs=0.05)
+    for stage, floor in stages.items():
+        # The same formula: it knows nothing of what was sent.
+        assert rows[f"onecopy-{stage}"]["least_sent"] == rows[floor]["least_sent"]
+        if "bytes sent contain" not in ended.stdout:
+            assert rows[floor]["sent_of_least"] == pytest.approx(1, abs=0.05)
+    assert {aim["name"] for aim in run["aims"]} == {f"onecopy-{stage}" for stage in stages}
+    assert "onecopy-3" in (tmp_path / "compare.md").read_text()
+    ElementTree.parse(tmp_path / "compare.svg")
 
 
 @pytest.mark.slow
