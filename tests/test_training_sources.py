@@ -150,6 +150,9 @@ def test_completions_alone_are_counted_if_asked(tmp_path: Path) -> None:
     assert torch.equal(asked.train.tokens, plain.train.tokens)
     assert counted(asked.train) == "2|3|4|5|6|7|8|9|"
     assert asked.fingerprint != plain.fingerprint
+    # The bits of a byte are those of bytes that are counted: each of eight is as likely.
+    assert (asked.train.text_bytes, asked.train.bytes_per_token) == (8, 0.5)
+    assert int(asked.train.counts.sum()) == 16
     with pytest.raises(ConfigError, match="line 1 has a text without a prompt"):
         load(write_lines(tmp_path / "texts.jsonl", ROWS), loss_on="completions")
     with pytest.raises(ConfigError, match="needs --data with prompts"):

@@ -32,8 +32,10 @@ def add_adapters(model: nn.Module, options: TrainOptions) -> nn.Module:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules=list(options.lora_targets) or "all-linear",
-        base_model_name_or_path=str(Path(options.model).expanduser().resolve()),
     )
+    # PEFT writes this down for who loads the adapters, from whatever folder.
+    base: Any = model
+    base.name_or_path = str(Path(options.model).expanduser().resolve())
     with warnings.catch_warnings():
         # PEFT 0.21 asks transformers 5 by an older name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

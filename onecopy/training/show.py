@@ -52,7 +52,7 @@ def print_result(
         console,
         {
             "all bytes alike (uniform)": data.UNIFORM_BITS,
-            "how often each byte occurs (unigram)": result.unigram_bits,
+            "how often each token occurs (unigram)": result.unigram_bits,
             "this model before training": result.held_out_bits[0],
             f"this model after {options.steps} steps": result.final_bits,
         },

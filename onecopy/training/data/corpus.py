@@ -245,6 +245,8 @@ def _check_length(corpus: Corpus, options: TrainOptions) -> None:
                 f"{what} part; that is fewer than the {least:,} {kind} one sequence needs. "
                 "Give more text with --data, or a smaller --context."
             )
+        if not part.text_bytes:
+            raise ConfigError(f"In {corpus.name}, all completions of the {what} part are empty.")
 
 
 def _kind(tokenizer: Tokenizer) -> str:

@@ -3,7 +3,7 @@
 Nothing is held that grows with the corpus. A part of a corpus (`train`, `held_out`) is some files:
 `tokens`, in as few bytes each as the vocabulary allows; `documents`, int64, where each begins and
 where the last ends; `counted`, a byte per token, 0 where the loss leaves it out, only where some
-may be; `counts`, int64, how often each token of the vocabulary occurs.
+may be; `counts`, int64, how often each token of the vocabulary is counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Part:
 
     tokens: (num_tokens,) uint8, uint16 or int32. documents: (num_documents + 1,) int64, where each
         begins, and where the last ends. counted: (num_tokens,) uint8, or None where all are.
-    counts: (vocab_size,) int64, how often each token occurs. text_bytes: of the text in UTF-8.
+    counts: (vocab_size,) int64, how often the loss counts each token. text_bytes: of their text, in
+        UTF-8.
     """
 
     tokens: Tensor
@@ -57,8 +58,8 @@ class Part:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of text, on average: nats per token divided by it are nats per byte."""
-        return self.text_bytes / self.num_tokens
+        """Of what the loss counts, on average: nats per token divided by it are nats per byte."""
+        return self.text_bytes / int(self.counts.sum())
 
 
 def write_parts(
@@ -134,7 +135,8 @@ class _Writer:
         end = self._tokenizer.end
         if piece.ends and not piece.is_rendered and end is not None:
             self._add([end], piece.counted)
-        self._text_bytes += len(piece.text.encode())
+        if piece.counted:
+            self._text_bytes += len(piece.text.encode())
         if len(self._buffers["tokens"]) >= BLOCK:
             self._flush()
 
@@ -146,7 +148,7 @@ class _Writer:
         self._num_tokens += len(ids)
 
     def _flush(self) -> None:
-        self._counts += _counts(self._buffers["tokens"], len(self._counts))
+        self._counts += _counts(self._buffers, len(self._counts))
         for kind, values in self._buffers.items():
             data = values.tobytes()
             self._files[kind].write(data)
@@ -181,11 +183,14 @@ class _Writer:
 _DTYPES = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}
 
 
-def _counts(tokens: array[int], vocab_size: int) -> Tensor:
+def _counts(buffers: dict[str, array[int]], vocab_size: int) -> Tensor:
+    tokens = buffers["tokens"]
     if not tokens:
         return torch.zeros(vocab_size, dtype=torch.int64)
-    found = torch.frombuffer(tokens, dtype=_DTYPES[tokens.typecode])
-    return torch.bincount(found.int(), minlength=vocab_size)
+    found = torch.frombuffer(tokens, dtype=_DTYPES[tokens.typecode]).int()
+    if "counted" in buffers:
+        found = found[torch.frombuffer(buffers["counted"], dtype=torch.uint8).bool()]
+    return torch.bincount(found, minlength=vocab_size)
 
 
 def _typecode(vocab_size: int) -> str:
