@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from onecopy import __version__
 from onecopy.checkpoint.options import ExportOptions, InspectOptions, VerifyOptions
 from onecopy.deepspeed_config.options import FromDeepSpeedOptions
 from onecopy.doctor.options import DoctorOptions
@@ -100,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="onecopy",
         description="ZeRO for PyTorch: one copy of the model states over all ranks.",
     )
+    parser.add_argument("--version", action="version", version=f"onecopy {__version__}")
     _add_commands(parser, COMMANDS)
     return parser
 
@@ -130,7 +132,9 @@ class _Parser(argparse.ArgumentParser):
         self._subparsers_by_name: dict[str, argparse.ArgumentParser] = {}
 
     def error(self, message: str) -> NoReturn:
-        """Print `message` and where help is, and exit with 2."""
+        """Print `message` and where help is, and exit with 2; help itself where nothing is said."""
+        if message.endswith(" COMMAND"):
+            self.exit(2, self.format_help())
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for each namespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 import onecopy
 from onecopy import cli
 from onecopy.comm import groups
-from onecopy.errors import ConfigError, MismatchError, OneCopyError, ShardingError
+from onecopy.errors import (
+    CommunicationError,
+    ConfigError,
+    MismatchError,
+    OneCopyError,
+    ShardingError,
+)
 from onecopy.extras import TORCH, check_torch
 from tests.pool import Pool
 from tests.rank import RankError
@@ -270,6 +277,28 @@ def test_a_script_without_a_launcher_hears_of_torchrun(
     assert "as each of the 16 that srun has started" in caplog.text
 
 
+@pytest.mark.parametrize("error", [dist.DistStoreError, dist.DistNetworkError])
+def test_ranks_that_do_not_come_are_named(bare: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    for name, value in zip(groups.RENDEZVOUS, ("1", "4", "node-0", "29500"), strict=True):
+        bare.setenv(name, value)
+    waiting = threading.Event()
+
+    def wait_in_vain(*_: Any, **__: Any) -> None:
+        assert waiting.wait(60)
+        raise error("Timed out waiting for clients. 1/4 clients joined.")
+
+    bare.setattr(groups, "PATIENCE", 0.01)
+    bare.setattr(groups.LOGGER, "warning", lambda *said: (log.append(said), waiting.set()))
+    bare.setattr(dist, "init_process_group", wait_in_vain)
+    log: list[Any] = []
+    with pytest.raises(CommunicationError) as caught:
+        onecopy.shard(*make())
+    message = "rank 1 of 4 has not met the others at node-0:29500 (Timed out waiting for clients."
+    assert message in str(caught.value)
+    assert "onecopy doctor" in str(caught.value)
+    assert "rank 1 of 4 has waited 0.01 s for the others at node-0:29500" in str(log)
+
+
 def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     with pytest.raises(ConfigError, match=r"needs torch 2\.13 .* 2\.9\.1\+cu128 is installed"):
@@ -293,6 +322,8 @@ def test_a_command_without_torch_says_how_to_get_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("", "make settings from the configuration of another library"),
+        ("checkpoint", "read a checkpoint and compare every checksum"),
         ("trian", "train"),
         ("plan 7.5B --devises 8", "Did you mean --devices?"),
         ("plan 7.5X", "7.5X"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +40,9 @@ __all__ = [
 ]
 
 
+LOGGER = logging.getLogger("onecopy")
+# Seconds for the other ranks to come, until this one says that it waits.
+PATIENCE = 30.0
 # What torchrun sets for each process that it starts.
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Others that start processes, and where they say how many.
@@ -144,19 +149,48 @@ def join_launched(backend: str | None = None, device: torch.device | None = None
     is spent (github.com/pytorch/pytorch/issues/135712). On one machine all ranks know how many
     restarts there were, so each gets a part of the store for itself. On several machines that
     number may differ; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps there, given to torchrun.
+
+    Raises:
+        CommunicationError: the other ranks did not come in time.
     """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        dist.init_process_group(backend, device_id=device)
-        return
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"restart-{restarts}", store),
-        rank=rank,
-        world_size=world_size,
-        device_id=device,
+    with _meeting():
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+            dist.init_process_group(backend, device_id=device)
+            return
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"restart-{restarts}", store),
+            rank=rank,
+            world_size=world_size,
+            device_id=device,
+        )
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Around the forming of a group: who does not come is waited for, but not in silence."""
+    rank, world_size, *place = (os.environ.get(name, "?") for name in RENDEZVOUS)
+    here = f"rank {rank} of {world_size}"
+    advice = (
+        f"All {world_size} have to be started, with the same MASTER_ADDR and MASTER_PORT: torchrun "
+        "sees to that, on several machines with the same --nnodes and --rdzv-endpoint on each. If "
+        "they are there, a firewall may be between them: `onecopy doctor` tests the network"
     )
+    waits = f"{here} has waited {PATIENCE:g} s for the others at {':'.join(place)}. {advice}"
+    timer = threading.Timer(PATIENCE, LOGGER.warning, ["%s", waits])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CommunicationError(
+            f"{here} has not met the others at {':'.join(place)} ({reason}). {advice}"
+        ) from error
+    finally:
+        timer.cancel()
 
 
 def join_or_begin() -> None:
