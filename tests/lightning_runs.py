@@ -66,6 +66,7 @@ class Run:
     epochs: int = 2
     batch_size: int = 4
     dropout: float = 0.0
+    loss_scale: float | None = None  # of a GradScaler, on which Lightning insists on GPUs only
     is_built_late: bool = False  # in configure_model
     module: str = "Plain"
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +98,7 @@ def trainer_of(run: Run, **settings: Any) -> Any:
         "enable_checkpointing": False,
         "use_distributed_sampler": False,
         **quiet,
+        **({} if run.loss_scale is None else {"plugins": [_scaled(run.loss_scale)]}),
         **run.trainer,
         **settings,
     }
@@ -107,6 +109,14 @@ def trainer_of(run: Run, **settings: Any) -> Any:
         max_epochs=run.epochs,
         **given,
     )
+
+
+def _scaled(loss_scale: float) -> Any:
+    """fp16, of which the first step overflows."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, backoff_factor=2.0**-120)
+    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:

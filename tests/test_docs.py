@@ -53,6 +53,10 @@ def _launched(code: str) -> contextlib.AbstractContextManager[None]:
     """What torchrun leaves in the environment, where a host looks for it."""
     if "onecopy.integrations" not in code:
         return contextlib.nullcontext()
+    if "lightning" in code:
+        from tests.lightning_runs import launched as launched_for_lightning
+
+        return launched_for_lightning()
     from tests.trainers import launched
 
     return launched()

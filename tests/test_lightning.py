@@ -22,7 +22,8 @@ MODES: dict[str, dict[str, Any]] = {
     "accumulation": {"trainer": {"accumulate_grad_batches": 3}},
     "clip norm": {"trainer": {"gradient_clip_val": 0.3}},
     "clip value": {"trainer": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}},
-    "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}},
+    "bf16-mixed": {"trainer": {"precision": "bf16-mixed", "gradient_clip_val": 0.3}},
+    "16-mixed": {"loss_scale": 2.0**125, "trainer": {"gradient_clip_val": 0.3}},
     # Without masters, as Lightning has it; else onecopy keeps some in fp32.
     "bf16-true": {
         "trainer": {"precision": "bf16-true"},
@@ -51,6 +52,8 @@ def test_trainers_equal_their_run_with_ddp(pool: Pool) -> None:
         of_twins = dict(zip(MODES, found, strict=False))
         for mode, one in zip([*MODES, *LOWER], found[len(MODES) :], strict=True):
             _assert_same(mode, one, of_twins[mode])
+        norms = torch.tensor(of_twins["16-mixed"]["norms"])
+        assert 0 < norms.isfinite().sum() < len(norms), "some steps overflow"
         different = {tuple(one["losses"]) for one in of_twins.values()}
         assert len(different) == len(MODES), "two modes compute the same: one of them does nothing"
 
@@ -67,6 +70,7 @@ def test_two_ranks_equal_one_process_on_the_same_batches(pool: Pool, optimizer: 
 
 
 def _assert_same(mode: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert all(value.isfinite().all() for value in one["values"].values()), mode
     tolerance = TOLERANCES.get(mode, 0.0)
     for key in other:
         torch.testing.assert_close(
@@ -74,5 +78,6 @@ def _assert_same(mode: str, one: dict[str, Any], other: dict[str, Any]) -> None:
             other[key],
             rtol=tolerance,
             atol=tolerance,
+            equal_nan=True,  # the norm of a step that overflows
             msg=lambda text, key=key: f"{mode} {key}: {text}",
         )

@@ -251,11 +251,11 @@ def _refuse_averages(trainer: Trainer) -> None:
 # Precision ------------------------------------------------------------------------------------
 
 
-class _ScaledPrecision(MixedPrecision):
-    """Mixed precision with a GradScaler, on optimizers that step on parts.
+class _MixedPrecision(MixedPrecision):
+    """Mixed precision on optimizers that step on parts.
 
-    They ask the scaler to leave both unscaling and overflow to them. Lightning would not clip then;
-    but they take gradients that were unscaled before as well.
+    They ask a GradScaler to leave both unscaling and overflow to them. Lightning refuses to clip
+    then; but they take gradients that were unscaled before as well.
     """
 
     def optimizer_step(  # type: ignore[override]
@@ -281,15 +281,16 @@ class _ScaledPrecision(MixedPrecision):
 
 
 # The plugin's state is saved under this name.
-_ScaledPrecision.__qualname__ = MixedPrecision.__qualname__
+_MixedPrecision.__qualname__ = MixedPrecision.__qualname__
 
 
 def _adapted(
     plugin: Precision, parameters_of: Callable[[Optimizer], Iterator[nn.Parameter]]
 ) -> Precision:
     """The precision plugin; it clips what the model has, by the norm over all ranks."""
-    if type(plugin) is MixedPrecision and plugin.scaler is not None:
-        plugin = _ScaledPrecision("16-mixed", plugin.device, plugin.scaler)
+    if type(plugin) is MixedPrecision:
+        precision: Any = plugin.precision
+        plugin = _MixedPrecision(precision, plugin.device, plugin.scaler)
     plugin.main_params = parameters_of  # type: ignore[method-assign, assignment]
     return plugin
 
