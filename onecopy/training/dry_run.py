@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,8 @@ from onecopy.errors import ConfigError
 from onecopy.events import SENT, Event
 from onecopy.launcher import in_launched_process
 from onecopy.memory.device import available_bytes
-from onecopy.memory.host import free_host_memory
+from onecopy.memory.host import free_host_memory, free_space
+from onecopy.options import bytes_of
 from onecopy.planner.plan import Plan, plan
 from onecopy.planner.show import print_plan
 from onecopy.report import tables
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["dry_run"]
 
+WIDTH = 120
+
 # What the planner calls our optimizers; it does not know the others.
 PLANNED = {"adamw": "adamw", "sgd": "momentum"}
 
@@ -60,6 +64,9 @@ def dry_run(options: TrainOptions) -> None:
     if in_launched_process():
         raise ConfigError("--dry-run needs no launcher: say --nproc N, the ranks of all machines.")
     console = Console(highlight=False)
+    if not console.is_terminal:
+        # A file has no width of its own.
+        console.width = max(console.width, WIDTH)
     corpus = load_corpus(options)
     shard = Shard(rank=0, world_size=options.nproc, batch=options.batch)
     options = with_steps(options, corpus, shard)
@@ -102,7 +109,9 @@ def _plan(options: TrainOptions, corpus: Corpus) -> Plan | None:
         model,
         devices=options.nproc,
         devices_per_node=options.node_size,
-        device_memory=_device_memory(options),
+        device_memory=str(_device_memory(options)),
+        host_memory=_host_memory(options),
+        nvme=_nvme(options),
         sequence=options.context,
         micro_batch=options.batch,
         accumulate=options.accumulate,
@@ -112,17 +121,30 @@ def _plan(options: TrainOptions, corpus: Corpus) -> Plan | None:
     )
 
 
-def _device_memory(options: TrainOptions) -> str:
+def _device_memory(options: TrainOptions) -> int:
     """What one rank can hold: as said, as the accelerator has, or its share of this machine's."""
     if options.memory is not None:
-        return options.memory
+        return bytes_of(options.memory)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and options.device != "cpu":
         found = available_bytes(accelerator)
     else:
         free = free_host_memory()
-        found = None if free is None else free // options.nproc
-    return "80GB" if found is None else str(found)
+        found = None if free is None else free // (options.node_size or options.nproc)
+    return bytes_of("80GB") if found is None else found
+
+
+def _host_memory(options: TrainOptions) -> str | None:
+    """What the host of a node has, where something is kept there: as much as this one."""
+    free = free_host_memory()
+    return None if options.offload is None or free is None else str(free)
+
+
+def _nvme(options: TrainOptions) -> str | None:
+    """What the drive has, where something is kept there."""
+    where = (options.offload or "").removeprefix("nvme:")
+    found = free_space(Path(where)) if where and where != options.offload else None
+    return None if found is None else str(found[1])
 
 
 def _config(options: TrainOptions, planned: Plan | None) -> Config | None:
@@ -133,8 +155,8 @@ def _config(options: TrainOptions, planned: Plan | None) -> Config | None:
     if config.is_auto:
         if planned is None or planned.recommended is None:
             return None
-        config = dataclasses.replace(config, stage=planned.recommended.row.stage)
-    return dataclasses.replace(config, memory=None)
+        return dataclasses.replace(config, stage=planned.recommended.row.stage, memory=None)
+    return config
 
 
 def _model(options: TrainOptions, corpus: Corpus) -> nn.Module:
@@ -151,7 +173,8 @@ def _print_step(console: Console, options: TrainOptions, corpus: Corpus, config:
     built: list[nn.Module] = []
 
     def build() -> nn.Module:
-        built.append(_model(options, corpus))
+        with onecopy.init_sharded("cpu") if options.lora_rank else nullcontext():
+            built.append(_model(options, corpus))
         return built[0]
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -172,7 +195,7 @@ def _print_step(console: Console, options: TrainOptions, corpus: Corpus, config:
     )
     _print_partition(console, built[0], config, options)
     _print_schedule(console, found)
-    _print_peak(console, found, config)
+    _print_peak(console, found, config, _device_memory(options))
 
 
 def _print_partition(
@@ -215,7 +238,8 @@ def _runs(events: list[Event]) -> Iterator[tuple[str, str, list[str], int]]:
         yield phase, kind, names, sum(event.num_bytes for event in alike)
 
 
-def _print_peak(console: Console, found: Simulation, config: Config) -> None:
+def _print_peak(console: Console, found: Simulation, config: Config, capacity: int) -> None:
+    """What the step really holds, beside what there is."""
     peak = found.peak
     unit = unit_for(peak.total)
     table = tables.new_table("at the peak of a step", f"{unit} of a rank")
@@ -223,6 +247,8 @@ def _print_peak(console: Console, found: Simulation, config: Config) -> None:
         table.add_row(name, amount(getattr(peak, name), unit))
     table.add_row("activations and temporaries", amount(peak.rest, unit))
     table.add_row("all of it", amount(peak.total, unit))
+    verdict = "it fits" if peak.total <= capacity else "it does not fit"
+    table.add_row(f"what there is: {verdict}", amount(capacity, unit))
     console.print()
     where = f"in {peak.phase}, after the {peak.what} of {peak.unit or '(root)'}"
     tables.print_table(console, f"Memory at stage {config.stage}, {where}", table)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ import onecopy
 from onecopy import handle
 from onecopy.comm.groups import join_launched
 from onecopy.errors import ConfigError
-from onecopy.extras import require
 from onecopy.launcher import in_launched_process, local_place, was_restarted
 from onecopy.report import memory
 from onecopy.report.progress import ProgressLine
@@ -319,7 +319,13 @@ def _trackers(options: TrainOptions, folder: Path) -> list[Any]:
         return []
     if options.track == "tensorboard":
         return [TensorBoard(folder / "tensorboard")]
-    tracker: Any = require(options.track, f"--track {options.track}")
+    try:
+        tracker: Any = import_module(options.track)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--track {options.track} needs the package {options.track}, which is not installed "
+            f"here: pip install {options.track}"
+        ) from error
     if not _joined() or dist.get_rank() == 0:
         tracker.init(project="onecopy", name=folder.name)
     return [tracker]
