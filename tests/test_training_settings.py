@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,12 @@ def test_mistakes_are_answered_with_file_and_line(text: str, advice: str, tmp_pa
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_settings(tmp_path / "run.toml")
+
+
+def test_the_file_of_the_page_can_be_read(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "train.md"
+    (text,) = re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    found = read_settings(file)
+    assert (found.context, found.epochs, found.activations) == (2048, 3.0, "device")
