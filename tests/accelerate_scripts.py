@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import onecopy
+import onecopy.errors
 from tests.loops import net
 from tests.runs import OPTIMIZERS
 
 
 @contextmanager
-def accelerator(split_batches: bool = False, **settings: Any) -> Iterator[Any]:
+def accelerator(
+    split_batches: bool = False, even_batches: bool = True, **settings: Any
+) -> Iterator[Any]:
     """An Accelerator in the process group of this rank, as under a launcher; the next is new."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -33,7 +37,7 @@ def accelerator(split_batches: bool = False, **settings: Any) -> Iterator[Any]:
     if size > 1:
         os.environ.update({name: str(value) for name, value in names.items()})
     try:
-        loaders = DataLoaderConfiguration(split_batches=split_batches)
+        loaders = DataLoaderConfiguration(split_batches=split_batches, even_batches=even_batches)
         yield Accelerator(cpu=True, dataloader_config=loaders, **settings)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -153,3 +157,65 @@ class Loop:
             self.seen["norms"].append(float(norm))
         else:
             self.accelerator.clip_grad_value_(parameters, 0.02)
+
+
+# By what is wrong, a pattern of the message.
+REFUSED = {
+    "deepspeed": r"set to DEEPSPEED, .*without its DeepSpeed plugin \(no --use_deepspeed\)",
+    "fsdp": r"set to FSDP, .*without its FSDP plugin",
+    "fp8": r'mixed_precision="fp8"\) replaces layers .*use "bf16"',
+    "parallelism": r"parallelism_config=\.\.\.\) shards by itself.*prepare\(\.\.\., mesh=mesh\)",
+    "placement": r"device_placement has 1 entries for 2 objects",
+    "uneven": r"for batch in onecopy\.join\(model, loader\)",
+}
+
+
+def refusals() -> list[str]:
+    """What is said of each."""
+    return [_refusal(case) for case in REFUSED]
+
+
+def _refusal(case: str) -> str:
+    from unittest import mock
+
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    kinds = {"deepspeed": DistributedType.DEEPSPEED, "fsdp": DistributedType.FSDP}
+    values = {
+        **{name: {"distributed_type": kind} for name, kind in kinds.items()},
+        "fp8": {"mixed_precision": "fp8"},
+        "parallelism": {"parallelism_config": mock.Mock(total_size=2)},
+    }
+    with accelerator() as its_accelerator, ExitStack() as stack:
+        for name, value in values.get(case, {}).items():
+            # Such accelerators need packages or devices that are not here.
+            stack.enter_context(
+                mock.patch.object(Accelerator, name, mock.PropertyMock(return_value=value))
+            )
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        placement = {"device_placement": [True]} if case == "placement" else {}
+        try:
+            prepare(its_accelerator, 3, model, optimizer, **placement)
+            its_accelerator.join_uneven_inputs([model], even_batches=True)
+            its_accelerator.join_uneven_inputs([model], even_batches=False)
+        except onecopy.errors.ConfigError as error:
+            return str(error)
+    return "nothing"
+
+
+def uneven(stage: int | None) -> list[Tensor]:
+    """20 samples in batches of 4: one of two ranks has three batches, the other two."""
+    with accelerator(even_batches=False) as its_accelerator:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        size = 4 if dist.get_world_size() > 1 else 8
+        model, optimizer, batches = prepare(
+            its_accelerator, stage, model, optimizer, loader(size, samples=20)
+        )
+        for x, y in batches if stage is None else onecopy.join(model, batches):
+            its_accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(its_accelerator, model)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from tests.accelerate_scripts import Script, train
+from tests.accelerate_scripts import REFUSED, Script, refusals, train, uneven
+from tests.host_pins import accelerate_has_moved
 from tests.pool import Pool
 
 # Looked for, not imported: that takes seconds.
@@ -80,3 +82,21 @@ def _assert_same(mode: str, one: dict[str, Any], other: dict[str, Any]) -> None:
     for key in ("losses", "norms", "rates", "skipped"):
         assert one[key] == other[key], f"{mode}: {key}"
     assert all(map(torch.equal, one["values"], other["values"])), mode
+
+
+def test_what_onecopy_leans_on_is_where_it_was(pool: Pool) -> None:
+    assert pool.run(2, accelerate_has_moved) == [[], []]
+
+
+def test_accelerators_that_shard_themselves_are_refused(pool: Pool) -> None:
+    for messages in pool.run(2, refusals):
+        for message, expected in zip(messages, REFUSED.values(), strict=True):
+            assert re.search(expected, message), message
+
+
+def test_ranks_with_different_numbers_of_batches(pool: Pool) -> None:
+    """Through onecopy.join, as one process would train on all batches."""
+    (expected,) = pool.run(1, uneven, None)
+    for values in pool.run(2, uneven, 3):
+        for one, other in zip(values, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

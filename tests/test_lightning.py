@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onecopy.policies import Precision
+from tests.host_pins import lightning_has_moved
 from tests.lightning_runs import Run, fit
 from tests.pool import Pool
 
@@ -67,6 +68,10 @@ def test_two_ranks_equal_one_process_on_the_same_batches(pool: Pool, optimizer: 
     for found in pool.run(2, fit_all, ours):
         for one in found:
             torch.testing.assert_close(one["values"], expected["values"], rtol=0, atol=0)
+
+
+def test_what_onecopy_leans_on_is_where_it_was(pool: Pool) -> None:
+    assert pool.run(1, lightning_has_moved) == [[]]
 
 
 def _assert_same(mode: str, one: dict[str, Any], other: dict[str, Any]) -> None:
