@@ -315,6 +315,11 @@ def test_keys_become_settings(name: str) -> None:
     assert Config.from_deepspeed(values) == expected
 
 
+def test_comments_that_are_keys_are_told() -> None:
+    found = convert({"_comment": "for the cluster", "bf16": {"//": "on A100", "enabled": True}})
+    assert fates(found)["_comment"] == fates(found)["bf16.//"] == "ignored"
+
+
 def test_old_spellings_say_so() -> None:
     found = convert({"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True}})
     texts = {one.key: one.text for one in found.answers}

@@ -9,7 +9,7 @@ from typing import Any
 
 from onecopy.deepspeed_config.catalogue import ARGUMENTS, IGNORED, LEFT, SWITCHED, WHOLE, ZERO
 from onecopy.deepspeed_config.code import Script
-from onecopy.deepspeed_config.keys import find_keys
+from onecopy.deepspeed_config.keys import find_keys, is_comment
 from onecopy.deepspeed_config.optimizers import map_optimizer
 from onecopy.deepspeed_config.precision import BYTES, autocast_dtype, map_precision
 from onecopy.deepspeed_config.reading import AUTO, REFUSED, Answer, Reading
@@ -122,7 +122,9 @@ def convert(source: str | Path | Mapping[str, Any], *, world_size: int | None = 
 
 def _answer_open(reading: Reading) -> None:
     for key in reading.unanswered():
-        if reading.is_null(key):
+        if is_comment(key):
+            reading.ignored(key, "a comment")
+        elif reading.is_null(key):
             reading.ignored(key, "null says nothing")
         elif reading.is_auto(key) and key not in IGNORED:
             inside = key.rpartition(".")[0] in ARGUMENTS

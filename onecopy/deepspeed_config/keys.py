@@ -19,7 +19,7 @@ from onecopy.deepspeed_config.catalogue import (
 )
 from onecopy.deepspeed_config.reading import AUTO, Written
 
-__all__ = ["DTYPES", "find_keys"]
+__all__ = ["DTYPES", "find_keys", "is_comment"]
 
 DTYPES = {
     "fp32": "fp32",
@@ -52,9 +52,9 @@ def find_keys(values: Mapping[str, Any]) -> tuple[dict[str, Written], list[str]]
         head, _, rest = as_written.partition(".")
         path = f"{OLD_SECTIONS[head]}.{rest}" if head in OLD_SECTIONS else as_written
         key, deprecated = ALIASES.get(path, (path, head in OLD_SECTIONS))
-        if _is_comment(as_written):
-            continue
-        if path not in known and path.rpartition(".")[0] not in ARGUMENTS:
+        if is_comment(as_written):
+            found[as_written] = Written(as_written, as_written, value, False)
+        elif path not in known and path.rpartition(".")[0] not in ARGUMENTS:
             problems.append(_unknown(as_written, value))
         elif key in found:
             problems.append(f"{as_written} and {found[key].as_written} say the same: remove one")
@@ -75,7 +75,7 @@ def _leaves(values: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]
             yield path, value
 
 
-def _is_comment(path: str) -> bool:
+def is_comment(path: str) -> bool:
     """JSON has no comments, so some write them as keys."""
     return path.rpartition(".")[2].startswith(("_", "//", "#"))
 

@@ -69,7 +69,7 @@ def _advice(text: str) -> str:
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
     found = []
     if COMMENT.search(bare):
-        found.append("Remove the comments, which JSON does not have.")
+        found.append("Remove the comments: DeepSpeed reads Hjson, which has them, this is JSON.")
     if TRAILING_COMMA.search(bare):
         found.append("Remove the comma before a closing bracket.")
     if re.search(r"\b(True|False|None)\b", bare):
