@@ -93,7 +93,7 @@ class Config:
         "always" watches every step.
     stall_seconds: how long a rank may wait for others before a report says which rank waits for
         what, and what the others are doing; None, or 0, for no reports. Ranks are waited for all
-        the same, until the timeout of the process group. See docs/observing.md.
+        the same, until the timeout of the process group. See docs/hangs.md.
     sinks: callables that receive every event (see `onecopy.events`).
 
     Where values came from is kept in `origins`, see `origin_of`; `imported` is what was made of a
