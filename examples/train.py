@@ -1,4 +1,4 @@
-"""A whole training script, that of docs/quick-start.md. Run: torchrun --nproc-per-node=2 train.py"""
+"""A whole script, that of docs/quick-start.md. Run: torchrun --nproc-per-node=2 train.py"""
 
 import torch
 import torch.distributed as dist
