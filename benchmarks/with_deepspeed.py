@@ -1,8 +1,9 @@
 """DeepSpeed as a contender; it is no dependency of anything here, see README.md for installing it.
 
-Two settings make the comparison fair. `gradient_clipping` is said, since a configuration without it
-may clip. At stage 3 all limits below which DeepSpeed keeps parameters gathered are 0: a small model
-would lie within them whole, and would not be cut at all.
+Three settings make the comparison fair. `gradient_clipping` is said, since a configuration without
+it may clip. At stage 3 all limits below which DeepSpeed keeps parameters gathered are 0: a small
+model would lie within them whole, and would not be cut at all. And its buffers for messages, 2 GB
+by default, are not longer than the model: more would only be memory that is never used.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 from torch import nn
 
 from benchmarks.contenders import LEARNING_RATE, Contender, Setting, adamw
+from benchmarks.formula import num_parameters
 
 __all__ = ["deepspeed_contender", "is_installed", "prepare", "reason_against_nvme"]
 
 # torch's default, which DeepSpeed's own Adam does not share.
 WEIGHT_DECAY = 0.01
+DEFAULT_BUCKET_NUMEL = 500_000_000
 
 
 def is_installed() -> bool:
@@ -77,7 +80,12 @@ def prepare(name: str) -> None:
 
 def _config(name: str, setting: Setting) -> dict[str, Any]:
     _, stage, *tier = name.split("-")
-    zero: dict[str, Any] = {"stage": int(stage)}
+    longest = min(DEFAULT_BUCKET_NUMEL, num_parameters(setting))
+    zero: dict[str, Any] = {
+        "stage": int(stage),
+        "reduce_bucket_size": longest,
+        "allgather_bucket_size": longest,
+    }
     if zero["stage"] == 3:
         zero |= {
             "stage3_param_persistence_threshold": 0,

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.guard import fallen, grown
 from onecopy.memory import direct_io
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,3 +119,34 @@ def test_slow_network(tmp_path: Path) -> None:
         for row in speed["rows"]:
             counted = row.get("counted", row["sent"])
             assert counted <= row["sent"] <= 1.2 * counted, row
+
+
+def test_the_guard_names_what_grew() -> None:
+    def counts(**calls: float) -> dict[str, Any]:
+        others = {"operations": {"aten.add": 4.0}, "messages": {"send": 2.0}}
+        return {"stage 3": {"unit": {"calls": {**calls}, **others}}}
+
+    stored = counts(gather=90.0, release=20.0)
+    # One more in 110 is within the tolerance of 1 %; fewer never fail.
+    for now in (stored, counts(gather=91.0, release=20.0), counts(gather=80.0, release=20.0)):
+        assert grown(stored, now) == []
+    assert fallen(stored, counts(gather=80.0, release=20.0))
+    assert not fallen(stored, stored)
+    lines = grown(stored, counts(gather=90.0, release=23.0, copy=1.0))
+    assert lines == [
+        "stage 3: 114 calls of our functions per unit, stored are 110",
+        "    +3 release",
+        "    +1 copy",
+    ]
+    more = counts(gather=90.0, release=20.0)
+    more["stage 3"]["unit"]["messages"] = {"send": 3.0}
+    assert grown(stored, more)[0] == "stage 3: 3 messages per unit, stored are 2"
+    assert grown({}, stored), "what was never stored has grown"
+
+
+@pytest.mark.slow
+def test_a_step_does_no_more_than_is_stored() -> None:
+    """In numbers of calls, operations and messages."""
+    command = [sys.executable, "-m", "benchmarks.guard"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
