@@ -24,6 +24,24 @@ __all__ = [
 ]
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+# What settings are called in DeepSpeed, FSDP, Accelerate and Lightning.
+ELSEWHERE = {
+    "auto_wrap_policy": "units",
+    "bf16": "precision",
+    "clip_grad_norm": "max_grad_norm",
+    "cpu_offload": "offload",
+    "dtype": "precision",
+    "fp16": "precision",
+    "gradient_clip_val": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "ignored_modules": "keep_gathered",
+    "mixed_precision": "precision",
+    "mp_policy": "precision",
+    "offload_policy": "offload",
+    "reshard_after_forward": "stage",
+    "sharding_strategy": "stage",
+    "zero_stage": "stage",
+}
 BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -88,6 +106,7 @@ def unknown_setting(name: str, known: Iterable[str]) -> ConfigError:
     # What all of them begin with makes any two look alike.
     section = name.rpartition(".")[0]
     words = {one.removeprefix(f"{section}."): one for one in listed}
+    words |= {other: one for other, one in ELSEWHERE.items() if one in listed}
     near = difflib.get_close_matches(name.rpartition(".")[2], words, n=1, cutoff=0.5)
     hint = f" Did you mean {words[near[0]]!r}?" if near else ""
     return ConfigError(f"unknown setting {name!r}.{hint} Known settings: {', '.join(listed)}")

@@ -9,6 +9,7 @@ import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "stage as a float": ({"stage": 3.0}, "Did you mean 3?"),
     "stage as a switch": ({"stage": True}, "stage=True is not one of"),
     "typo": ({"stag": 3}, "unknown setting 'stag'. Did you mean 'stage'?"),
+    "name of others": ({"gradient_clipping": 1.0}, "Did you mean 'max_grad_norm'?"),
+    "FSDP's": ({"sharding_strategy": "FULL_SHARD"}, "Did you mean 'stage'?"),
     "torch's dtype": ({"precision": torch.bfloat16}, "Did you mean 'bf16'?"),
     "long name": ({"precision": "float16"}, "Did you mean 'fp16'?"),
     "dict": ({"precision": {"compute": "bf16"}}, 'onecopy.Precision(compute="bf16", ...)'),
@@ -275,6 +278,16 @@ def test_a_script_without_a_launcher_hears_of_torchrun(
     bare.setenv("SLURM_STEP_NUM_TASKS", "16")
     onecopy.shard(*make())
     assert "as each of the 16 that srun has started" in caplog.text
+
+
+@pytest.mark.parametrize(("carried", "device"), [("cuda", "cpu"), ("cpu", "cuda:0")])
+def test_a_backend_that_cannot_carry_the_model_is_named(carried: str, device: str) -> None:
+    """NCCL and a model on the host, Gloo alone and a model on an accelerator."""
+    process_group: Any = SimpleNamespace(_device_types=[torch.device(carried)])
+    with pytest.raises(ShardingError) as caught:
+        groups.check_backend(groups.Group(process_group, (0, 1), 0), torch.device(device))
+    message = f"the model lies on {device}, but the process group only carries ['{carried}']: move"
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [dist.DistStoreError, dist.DistNetworkError])
