@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.machinery
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+
+from scripts.api_names import Public, is_record, modules, public_names
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts/api_reference"
@@ -41,22 +39,8 @@ UNITS = {
 }
 
 
-def _load() -> ModuleType:
-    """The script, as a module; it has no suffix."""
-    loader = importlib.machinery.SourceFileLoader("api_reference", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("api_reference", loader)
-    assert spec is not None, "the loader is given"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["api_reference"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
-
-
-REFERENCE = _load()
-PUBLIC: dict[str, Any] = {
-    f"{module}.{one.name}": one
-    for module in REFERENCE.modules()
-    for one in REFERENCE.public_names(module)
+PUBLIC: dict[str, Public] = {
+    f"{module}.{one.name}": one for module in modules() for one in public_names(module)
 }
 FUNCTIONS = {name: one for name, one in PUBLIC.items() if isinstance(one.node, ast.FunctionDef)}
 
@@ -139,7 +123,7 @@ def test_numbers_have_units(name: str) -> None:
     node, said = PUBLIC[name].node, entries(PUBLIC[name].docstring)
     if isinstance(node, ast.FunctionDef):
         numbers = [(one.arg, one.annotation) for one in arguments(node)]
-    elif isinstance(node, ast.ClassDef) and REFERENCE.is_record(node):
+    elif isinstance(node, ast.ClassDef) and is_record(node):
         annotated = [one for one in node.body if isinstance(one, ast.AnnAssign)]
         numbers = [(ast.unparse(one.target), one.annotation) for one in annotated]
     else:
