@@ -16,6 +16,10 @@ import torch
 from onecopy.errors import ConfigError
 from onecopy.training import data
 from onecopy.training.data import Batches, Corpus, Shard, cache, corpus, sources
+from onecopy.training.data.rows import Piece
+from onecopy.training.data.token_files import read_part, write_parts
+from onecopy.training.data.tokenizer import ByteTokenizer
+from onecopy.training.data.windows import Windows
 from onecopy.training.options import TrainOptions
 from tests.pool import Pool
 
@@ -129,6 +133,34 @@ def test_what_a_killed_process_left_is_not_taken(
     (kept / finished).rename(kept / "away")
     data.load_corpus(options(text, cache=kept))
     assert folders(kept) == {"away", finished}
+
+
+class Wide(ByteTokenizer):
+    """Bytes as the last of many tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.end = vocab_size - 1
+
+    def encode_all(self, texts: Any, parse_special: Any) -> list[list[int]]:
+        return [[self.vocab_size - 256 + byte for byte in one.encode()] for one in texts]
+
+
+@pytest.mark.parametrize(
+    "vocab_size, num_bytes", [(256, 1), (257, 2), (1 << 16, 2), ((1 << 16) + 1, 4)]
+)
+def test_tokens_take_few_bytes(vocab_size: int, num_bytes: int, tmp_path: Path) -> None:
+    tokenizer = Wide(vocab_size)
+    pieces = [Piece(text="some text"), Piece(text="\xff", held_out=True)]
+    facts = write_parts(tmp_path, pieces, tokenizer, with_counted=False)
+    part = read_part(tmp_path, "train", facts["train"], vocab_size)
+    assert part.tokens.element_size() == num_bytes
+    wanted = [vocab_size - 256 + byte for byte in b"some text"] + [vocab_size - 1]
+    assert part.tokens.tolist() == wanted
+    windows = Windows(part=part, context=9, by_document=False, pad=0)
+    assert windows.take(torch.tensor([0]))[1].tolist() == [wanted[1:]]
+    assert part.counts[wanted].tolist() == [wanted.count(token) for token in wanted]
+    assert int(part.counts.sum()) == 10
 
 
 def test_damaged_tokens_are_named(text: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -120,6 +121,20 @@ def test_weights_from_a_folder(pool: Pool, llama: Path, text: Path, tmp_path: Pa
     assert result.samples[0].startswith("The ")
     with pytest.raises(RankFailed, match="holds a model already"):
         run(pool, 1, options)
+
+
+def test_completions_of_prompts(pool: Pool, llama: Path, tmp_path: Path) -> None:
+    """Sequences of one document each: ranks count different numbers of tokens, some of none."""
+    file = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{n} and {n % 7} is ", "completion": f"{n + n % 7}"} for n in range(45)]
+    rows[3] = {"prompt": "a prompt that is longer than the context", "completion": "lost"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = dataclasses.replace(
+        SMALL, model=str(llama), data=(file,), loss_on="completions", packing="documents", steps=8
+    )
+    model = models.construct(options, models.Vocabulary(size=256, end=0))
+    model.load_state_dict(load_file(llama / "model.safetensors"))
+    assert_close(run(pool, 2, options), plainly(options, model, 6))
 
 
 def test_random_weights_and_the_tokens_of_the_tokenizer(
