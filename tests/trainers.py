@@ -85,6 +85,7 @@ def trainer_of(
     *,
     base: Any = None,
     arguments: Any = None,
+    data: Any = None,
     **settings: Any,
 ) -> Any:
     """A Trainer, or a OneCopyTrainer; settings that TrainingArguments have are theirs."""
@@ -115,9 +116,9 @@ def trainer_of(
     kind = base or (Trainer if stage is None else OneCopyTrainer)
     return kind(
         model,
-        arguments(folder, **given),
-        train_dataset=Texts(),
-        eval_dataset=Texts(samples=13),
+        args=arguments(folder, **given),
+        train_dataset=Texts() if data is None else data,
+        eval_dataset=Texts(samples=13) if data is None else data,
         **others,
     )
 

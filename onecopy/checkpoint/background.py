@@ -52,6 +52,7 @@ def async_save(  # noqa: PLR0913
     extra: Any = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    frozen: bool = True,
     if_busy: IfBusy = "wait",
 ) -> PendingSave:
     """Save as `onecopy.save` does, and let training go on while the checkpoint is written.
@@ -71,8 +72,8 @@ def async_save(  # noqa: PLR0913
     the model; one that nobody has asked for is printed when the program ends.
 
     Args:
-        root, model, optimizer, step, extra, keep, keep_every: see `onecopy.save`. Checkpoints
-            beyond `keep` are removed when the new one is complete.
+        root, model, optimizer, step, extra, keep, keep_every, frozen: see `onecopy.save`.
+            Checkpoints beyond `keep` are removed when the new one is complete.
         if_busy: where an earlier save of these models is still being written, "wait" for it, or
             "refuse" by raising SavePendingError on all ranks, on whichever it is.
 
@@ -90,7 +91,7 @@ def async_save(  # noqa: PLR0913
         raise ConfigError(f'async_save(if_busy={if_busy!r}): give "wait" or "refuse"')
     if if_busy == "refuse":
         _refuse_if_busy(name_all(model, optimizer))
-    options = Options(step, extra, keep, keep_every)
+    options = Options(step, extra, keep, keep_every, frozen)
     named, job = prepare(root, model, optimizer, options, "onecopy.async_save")
     events = [one.engine.events for one in named.models]
     pending = PendingSave(_copied(named, job), named.group, events)

@@ -43,7 +43,7 @@ class Division:
     """What this rank must know of the others. Without model groups there is nothing to know.
 
     elsewhere: by the model's name the names, without it, that only other ranks have.
-    left: keys of what another data group saves.
+    left: keys of what this data group does not save: another one does, or none.
     ranks: of each rank of the checkpoint its place in the data group, and in the model groups.
     twins: by key the data groups, each by its first rank, that hold the same part; several lists
         where there are several parts.

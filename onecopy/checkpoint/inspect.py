@@ -17,7 +17,7 @@ from onecopy.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from onecopy.checkpoint.files import METADATA
 from onecopy.checkpoint.folder import LATEST, find_step, step_of, unfinished_in
 from onecopy.checkpoint.huggingface import NOT_EXPORTED
-from onecopy.checkpoint.manifest import MANIFEST, read_manifest
+from onecopy.checkpoint.manifest import MANIFEST, UNSAVED, read_manifest
 from onecopy.checkpoint.naming import GROUPS, STATE
 from onecopy.checkpoint.source import Source, open_source
 from onecopy.checkpoint.unpickle import load_object
@@ -179,7 +179,7 @@ def _models(source: Source, contents: Contents) -> Iterator[ModelInfo]:
         shown = {
             key: value
             for key, value in settings.items()
-            if _is_short(value) and key != NOT_EXPORTED
+            if _is_short(value) and key not in (NOT_EXPORTED, UNSAVED)
         }
         stored = [key for key in keys.values() if key not in aliases]
         yield ModelInfo(name=name, tensors=_tensors(source, stored), settings=shown)

@@ -213,7 +213,9 @@ class _Targets:
             self._plan_run(self._source.run)
 
     def _add(self, names: Names, one: Range) -> None:
-        self.ranges.append(replace(one, key=names.of_tensor(one.key)))
+        key = names.of_tensor(one.key)
+        if key is not None:
+            self.ranges.append(replace(one, key=key))
 
     def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """Where to read a tensor: itself, unless its elements lie apart."""

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 from onecopy.checkpoint.disk import read_file
 from onecopy.errors import CheckpointError
 
-__all__ = ["MANIFEST", "FileItems", "Manifest", "checksum", "merged", "read_manifest"]
+__all__ = ["MANIFEST", "UNSAVED", "FileItems", "Manifest", "checksum", "merged", "read_manifest"]
 
 MANIFEST = "onecopy.json"
 T = TypeVar("T")
 
+# Of a model: names of its parameters that `save(frozen=False)` has left out.
+UNSAVED = "unsaved"
 FORMAT = 1
 CHECKSUM = "crc32"
 _SEPARATOR = f',\n"{CHECKSUM}":'

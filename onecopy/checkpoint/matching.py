@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.division import Division
+from onecopy.checkpoint.manifest import UNSAVED
 from onecopy.checkpoint.naming import (
     GROUPS,
     STATE,
@@ -63,9 +64,14 @@ class Names:
             whole, is_part, _ = key.rpartition(f"{EXTRA}.")
             if is_part:
                 self._parts.setdefault(whole + EXTRA, []).append(key)
+        self._unsaved = {
+            name
+            for model in (self._manifest.models.values() if self._manifest is not None else ())
+            for name in model.get(UNSAVED, ())
+        }
         self._prefixes = {name: self._prefix_of(parts) for name, parts in named.parts.items()}
         self._of_tensor = {
-            names[0]: next(key for key in self._under(model, names) if key in self._keys)
+            names[0]: next((key for key in self._under(model, names) if key in self._keys), None)
             for model in named.models
             for names in model.names.values()
         }
@@ -82,8 +88,11 @@ class Names:
         """The name that a model was saved under, "" where it had none."""
         return self._prefixes[model].removesuffix(".")
 
-    def of_tensor(self, name: str) -> str:
-        """The key of a model's tensor, given its first name, with the model's own prefix."""
+    def of_tensor(self, name: str) -> str | None:
+        """The key of a model's tensor, given its first name, with the model's own prefix.
+
+        None where `save(frozen=False)` has left it out.
+        """
         return self._of_tensor[name]
 
     def of_extra_state(self, model: NamedModel, extra: str) -> dict[Path, str]:
@@ -108,6 +117,7 @@ class Names:
         """What the checkpoint puts before the names of this model."""
         model = parts[0]
         wanted = [_without(one, names) for one in parts for names in one.names.values()]
+        wanted = [names for names in wanted if self._unsaved.isdisjoint(names)] or wanted
         wanted += [[name] for one in parts for name in _extra_state_names(one)]
         prefixes = self._prefixes_like(wanted[0], model.prefix)
         complete = [prefix for prefix in prefixes if not self._missing(prefix, wanted)]
@@ -246,7 +256,13 @@ class Names:
 
     def values_of(self, named: Named, parameter: torch.Tensor) -> TensorStorageMetadata:
         """What the metadata says of a parameter's own values."""
-        key = self.of_tensor(named.name_of(parameter))
+        name = named.name_of(parameter)
+        key = self.of_tensor(name)
+        if key is None:
+            raise CheckpointError(
+                f"{self.where} was saved with frozen=False, without {name}, which the optimizer "
+                "is to train now: freeze it, or load the model alone, load(root, model)"
+            )
         stored = self.stored(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{self.where} has no tensor {key}")

@@ -22,7 +22,7 @@ from onecopy.checkpoint.division import Division, divide, refuse_strangers
 from onecopy.checkpoint.files import Writer, file_of
 from onecopy.checkpoint.folder import discard, prepare_new, publish, remove_old
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
-from onecopy.checkpoint.manifest import Manifest, merged
+from onecopy.checkpoint.manifest import UNSAVED, Manifest, merged
 from onecopy.checkpoint.naming import (
     GROUPS,
     Models,
@@ -56,6 +56,7 @@ class Options:
     extra: Any = None
     keep: int | None = None
     keep_every: int | None = None
+    frozen: bool = True
 
     def check(self) -> None:
         """Raises ConfigError for numbers that cannot be meant."""
@@ -129,6 +130,7 @@ def save(  # noqa: PLR0913
     extra: Any = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    frozen: bool = True,
 ) -> Path:
     """Write a checkpoint that loads on any number of ranks, at any stage, with any units.
 
@@ -149,6 +151,8 @@ def save(  # noqa: PLR0913
             different ones.
         keep: how many checkpoints to keep, this one included; None keeps all.
         keep_every: checkpoints whose step is a multiple of this are kept beside them.
+        frozen: False leaves out parameters that do not require gradients and are in none of the
+            optimizers, such as the base model under adapters. `load` leaves them as they are.
 
     Returns:
         the checkpoint's folder.
@@ -160,7 +164,7 @@ def save(  # noqa: PLR0913
 
     Source: torch.distributed.checkpoint's format, with logical coordinates (see docs/design.md).
     """
-    named, job = prepare(root, model, optimizer, Options(step, extra, keep, keep_every))
+    named, job = prepare(root, model, optimizer, Options(step, extra, keep, keep_every, frozen))
     begin = time.perf_counter()
     folder = job.write(named.group)
     for one in named.models:
@@ -188,7 +192,9 @@ def prepare(
     step = _step_of(named, options)
     division = divide(named)
     refuse_strangers(named, division)
-    group, packed = named.group, _Packed(named, division)
+    unsaved = frozenset() if options.frozen else _frozen_names(named)
+    division = replace(division, left=division.left | unsaved)
+    group, packed = named.group, _Packed(named, division, unsaved)
     everyone = together(group, lambda: (step, str(root), packed.collect(options.extra)))
     _refuse_others(group, [one[:2] for one in everyone])
     told = [one[2] for one in everyone]
@@ -208,6 +214,23 @@ def prepare(
     # Whatever becomes of the working directory until it is written.
     absolute = Path(root).expanduser().absolute()
     return named, Job(absolute, step, states, objects, manifest, options)
+
+
+def _frozen_names(named: Named) -> frozenset[str]:
+    """Keys of parameters that nothing trains."""
+    trained = {
+        id(parameter)
+        for one in named.optimizers
+        for group in one.binding.parameters
+        for parameter in group
+    }
+    return frozenset(
+        model.name_of(parameter)
+        for model in named.models
+        for unit in model.engine.units
+        for parameter in unit.parameters
+        if not parameter.requires_grad and id(parameter) not in trained
+    )
 
 
 def _step_of(named: Named, options: Options) -> int:
@@ -266,14 +289,19 @@ class _Packed:
     objects: dict[str, bytes]
     extra: bytes
 
-    def __init__(self, named: Named, division: Division) -> None:
+    def __init__(self, named: Named, division: Division, unsaved: frozenset[str]) -> None:
         self._named = named
         self._division = division
+        self._unsaved = unsaved
 
     def collect(self, extra: Any) -> _Told:
         """Collect it."""
         named = self._named
         self.states = states_of(named, self._division)
+        aliases = self.states.aliases
+        self.states.aliases = {
+            name: first for name, first in aliases.items() if first not in self._unsaved
+        }
         self.extra = _packed("extra", extra)
         self.objects = {key: _packed(key, value) for key, value in self.states.objects.items()}
         rng_key = f"onecopy.rng.{named.group.rank}"
@@ -283,7 +311,9 @@ class _Packed:
             return _Told(digest, {}, None)
         groups = groups_of(named)
         _packed("param_groups", groups)
-        return _Told(digest, groups, _manifest(named, self._division, self.states.aliases))
+        aliases = self.states.aliases
+        manifest = _manifest(named, self._division, aliases, self._unsaved)
+        return _Told(digest, groups, manifest)
 
     def add_groups(self, groups: SavedGroups) -> None:
         """The settings of the groups of all ranks, which the first one saves."""
@@ -332,7 +362,9 @@ def _place_of_trouble(what: str, value: Any) -> str:
     return f"{what} ({type(value).__name__})"
 
 
-def _manifest(named: Named, division: Division, aliases: dict[str, str]) -> Manifest:
+def _manifest(
+    named: Named, division: Division, aliases: dict[str, str], unsaved: frozenset[str]
+) -> Manifest:
     """What this rank can say; of the whole model, where all ranks have the same."""
     return Manifest(
         step=0,
@@ -347,6 +379,7 @@ def _manifest(named: Named, division: Division, aliases: dict[str, str]) -> Mani
                 "num_parameters": sum(_num_saved(one, division) for one in parts),
                 "dtypes": sorted({text for one in parts for text in _dtypes(one)}),
                 NOT_EXPORTED: [text for one in parts for text in _not_exported(one)],
+                UNSAVED: sorted({text for one in parts for text in _unsaved_in(one, unsaved)}),
                 **counters_of(parts[0].module),
             }
             for name, parts in named.parts.items()
@@ -385,6 +418,12 @@ def _not_exported(model: NamedModel) -> list[str]:
     """Names that files for others shall not hold, without the model's prefix."""
     names = [[name.removeprefix(model.prefix) for name in one] for one in model.names.values()]
     return names_left_out(model.module, names)
+
+
+def _unsaved_in(model: NamedModel, unsaved: frozenset[str]) -> list[str]:
+    """All names of parameters that are left out, without the model's prefix."""
+    found = (names for names in model.names.values() if names[0] in unsaved)
+    return [name.removeprefix(model.prefix) for names in found for name in names]
 
 
 def _make_folder(root: Path, step: int, group: Group) -> Path:

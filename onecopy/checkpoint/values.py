@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from onecopy import handle
 from onecopy.checkpoint.contents import contents_of
 from onecopy.checkpoint.huggingface import NOT_EXPORTED, configs_of, names_left_out
+from onecopy.checkpoint.manifest import UNSAVED
 from onecopy.checkpoint.naming import extra_states_in, plain_name
 from onecopy.checkpoint.ranges import whole_tensor
 from onecopy.checkpoint.source import Source, open_source
@@ -92,6 +93,11 @@ def open_model(source: str | os.PathLike[str] | nn.Module, name: str | None = No
 def _stored_model(source: Source, name: str | None) -> Model:
     chosen, keys = _choose(source, name)
     manifest = source.manifest
+    if manifest and manifest.models[chosen].get(UNSAVED):
+        raise CheckpointError(
+            f"{source.path} was saved with frozen=False, and has only what was trained: load it "
+            "into the whole model, and export that one, onecopy.export(model, directory)"
+        )
     # Others than onecopy have not asked the model under which names it will look.
     names = manifest.models[chosen].get(NOT_EXPORTED, ()) if manifest else source.aliases
     not_exported = set(names)

@@ -55,7 +55,8 @@ class Engine:
         has_unfrozen: units that were frozen at shard are trained now, and nobody has looked yet
             whether an optimizer has their parameters.
         forwards: keys of the forwards since the last backward; they name the backward's segment.
-        keeps_state_dict: this rank wants the values of the state_dict() that all take part in.
+        kept_in_state_dict: tells by the name what this rank wants of a state_dict() that all take
+            part in; None for all.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Engine:
         self.updates: list[Callable[[], None]] = []
         self.arrivals: list[Callable[[Unit], None]] = []
         self.trainability = 0
-        self.keeps_state_dict = True
+        self.kept_in_state_dict: Callable[[str], bool] | None = None
         self._pattern: tuple[bool, ...] = ()
         self._patterns: dict[tuple[bool, ...], int] = {}
         self.forwards: list[Hashable] = []

@@ -12,7 +12,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,22 +54,25 @@ def add_state_dict_hooks(model: nn.Module, engine: Engine) -> list[RemovableHand
     return handles
 
 
-def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """`model.state_dict()` where this rank wants it; elsewhere it takes part, and keeps nothing.
+def whole_state_dict(
+    model: nn.Module, *, keep: bool, wanted: Callable[[str], bool] = lambda _: True
+) -> dict[str, Any]:
+    """`model.state_dict()` where this rank keeps it; elsewhere it takes part, and keeps nothing.
 
     For files that one rank writes: the others need no host memory for them.
 
     Args:
         keep: without it the values of parameters are dropped one by one, and what is returned is
             empty.
+        wanted: tells by the name which tensors are to be there.
     """
     engine: Engine = handle.of(model).engine
-    engine.keeps_state_dict = keep
+    engine.kept_in_state_dict = lambda name: keep and wanted(name)
     try:
         state: dict[str, Any] = model.state_dict()
     finally:
-        engine.keeps_state_dict = True
-    return state if keep else {}
+        engine.kept_in_state_dict = None
+    return {name: value for name, value in state.items() if wanted(name)} if keep else {}
 
 
 class _StateDictHooks(NotCopied):
@@ -101,9 +104,9 @@ class _StateDictHooks(NotCopied):
                     # This rank's part, on the device of its mesh.
                     state[prefix + key] = like(parameter, whole)
                 else:
-                    state[prefix + key] = whole.to(
-                        "cpu" if self._engine.keeps_state_dict else "meta"
-                    )
+                    keeps = self._engine.kept_in_state_dict
+                    is_kept = keeps is None or keeps(prefix + key)
+                    state[prefix + key] = whole.to("cpu" if is_kept else "meta")
 
     def after_saving_all(
         self, module: nn.Module, state: dict[str, Any], prefix: str, info: Any

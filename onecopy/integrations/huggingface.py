@@ -15,6 +15,7 @@ nothing more is overridden.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,9 @@ class OneCopyMixin(Host):  # type: ignore[misc]
             write(output_dir, state_dict)
             return
         if state_dict is None:
-            state_dict = whole_state_dict(self.model, keep=self.args.should_save)
+            state_dict = whole_state_dict(
+                self.model, keep=self.args.should_save, wanted=saved_names(self.model)
+            )
         together(name_all(self.model, None).group, lambda: write(output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -148,7 +151,13 @@ class OneCopyMixin(Host):  # type: ignore[misc]
             super()._save_optimizer_and_scheduler(output_dir)
             return
         optimizer = plain_optimizer(self.optimizer)
-        save(Path(output_dir, FOLDER), self.model, optimizer, step=self.state.global_step)
+        save(
+            Path(output_dir, FOLDER),
+            self.model,
+            optimizer,
+            step=self.state.global_step,
+            frozen=not adapters_of(self.model),
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -180,6 +189,31 @@ class OneCopyMixin(Host):  # type: ignore[misc]
 
 class OneCopyTrainer(OneCopyMixin, Trainer):  # type: ignore[misc]
     """Hugging Face's Trainer that shards: `OneCopyTrainer(model, args, ..., stage=3)`."""
+
+
+def adapters_of(model: nn.Module) -> list[str]:
+    """Names of PEFT's adapters: their base model is in no checkpoint of the Trainer."""
+    return list(getattr(handle.inner(model), "peft_config", None) or ())
+
+
+def saved_names(model: nn.Module) -> Callable[[str], bool]:
+    """Tells which tensors of a state_dict() go into the files of `save_pretrained`.
+
+    Of a model with adapters these, what trains, and embeddings, which PEFT saves where they have
+    been resized.
+    """
+    adapters = adapters_of(model)
+    if not adapters:
+        return lambda name: True
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    kept = {id(one) for module in embeddings if module is not None for one in module.parameters()}
+    left_out = {
+        name
+        for name, one in model.named_parameters(remove_duplicate=False)
+        if not one.requires_grad and id(one) not in kept
+        if not any(adapter in name.split(".") for adapter in adapters)
+    }
+    return lambda name: name not in left_out
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
