@@ -25,7 +25,14 @@ from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config
 from onecopy.core import build
-from onecopy.core.arguments import check_models, check_modules, check_settings, describe_optimizer
+from onecopy.core.arguments import (
+    IGNORED_BY_DDP,
+    NotForDDP,
+    check_models,
+    check_modules,
+    check_settings,
+    describe_optimizer,
+)
 from onecopy.core.backward import Backward
 from onecopy.core.coded import code_frozen
 from onecopy.core.conversion import convert_buffers
@@ -78,7 +85,7 @@ __all__ = [
 ]
 
 Models = TypeVar("Models", nn.Module, Sequence[nn.Module])
-INSTANCE_METHODS = ("no_sync", "zero_grad", "_apply", "__deepcopy__")
+INSTANCE_ATTRIBUTES = ("no_sync", "zero_grad", "_apply", "__deepcopy__", IGNORED_BY_DDP)
 
 
 class Pending(Protocol):
@@ -266,7 +273,7 @@ def unshard(model: Models) -> Models:
         owner.hooks.remove()
         for registered in owner.handles:
             registered.remove()
-        for name in (*INSTANCE_METHODS, handle.ATTRIBUTE):
+        for name in (*INSTANCE_ATTRIBUTES, handle.ATTRIBUTE):
             vars(one).pop(name, None)
         owner.engine.collectives.agreement.close()
     return model
@@ -620,12 +627,11 @@ def _add_methods(model: nn.Module, owner: Handle) -> None:
         """A plain model with full values; all ranks copy together."""
         found: Handle = handle.of(_alive(reference))
         handles = [*found.handles, *found.hooks.handles]
-        return copy_plain(found.engine, (*INSTANCE_METHODS, handle.ATTRIBUTE), handles, memo)
+        return copy_plain(found.engine, (*INSTANCE_ATTRIBUTES, handle.ATTRIBUTE), handles, memo)
 
-    for name, method in zip(
-        INSTANCE_METHODS, (bound_no_sync, zero_grad, apply, deepcopy), strict=True
-    ):
-        vars(model)[name] = method
+    values = (bound_no_sync, zero_grad, apply, deepcopy, NotForDDP())
+    for name, value in zip(INSTANCE_ATTRIBUTES, values, strict=True):
+        vars(model)[name] = value
 
 
 def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:

@@ -200,6 +200,10 @@ def on_two_ranks() -> dict[str, str]:
     note("settings", lambda: onecopy.shard(*make(), stage=3 - rank))
     other = nn.Sequential(nn.Linear(2, 4 + rank))
     note("models", lambda: onecopy.shard(other, torch.optim.SGD(other.parameters())))
+    sharded = onecopy.shard(*make())
+    note("DDP around it", lambda: DistributedDataParallel(sharded))
+    onecopy.unshard(sharded)
+    note("DDP afterwards", lambda: DistributedDataParallel(sharded))
     return said
 
 
@@ -216,6 +220,8 @@ def test_ranks_that_differ_and_models_that_are_wrapped(pool: Pool) -> None:
         }.items():
             assert said[name].startswith(MismatchError.__name__)
             assert message in said[name]
+        assert "a sharded model was given to DistributedDataParallel" in said["DDP around it"]
+        assert "DDP afterwards" not in said
 
 
 def save_on_one_rank(folder: str) -> None:

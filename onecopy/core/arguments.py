@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,7 +19,14 @@ from onecopy.errors import ConfigError, ShardingError
 if TYPE_CHECKING:
     from onecopy.config import Config
 
-__all__ = ["check_models", "check_modules", "check_settings", "describe_optimizer"]
+__all__ = [
+    "IGNORED_BY_DDP",
+    "NotForDDP",
+    "check_models",
+    "check_modules",
+    "check_settings",
+    "describe_optimizer",
+]
 
 CALL = "the call is shard(model, optimizer, stage=...)"
 # By the name of the class, as some are from packages that need not be there.
@@ -35,6 +42,25 @@ WRAPPERS = {
     "DeepSpeedEngine": "has taken the model already: pass the model that deepspeed.initialize was "
     "given, without that call (docs/from-deepspeed.md)",
 }
+
+# Where DistributedDataParallel looks, when it is made, for names of parameters to leave alone.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+class NotForDDP:
+    """Stands at a sharded model under the name `IGNORED_BY_DDP`, and refuses to be looked at.
+
+    Wrapped all the same, the model would send its gradients twice, and fail in its second backward,
+    with an error that does not name the wrapper.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        raise ShardingError(
+            "a sharded model was given to DistributedDataParallel (by accelerator.prepare or a "
+            "trainer, if not by the script): use it as it is, its gradients are averaged already. "
+            "In Accelerate, Lightning and the Trainer say so through onecopy.integrations, see "
+            "docs/accelerate.md, docs/lightning.md and docs/trainer.md"
+        )
 
 
 def check_models(models: Sequence[object], optimizers: Sequence[Optimizer]) -> None:
