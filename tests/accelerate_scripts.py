@@ -219,3 +219,27 @@ def uneven(stage: int | None) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         return values(its_accelerator, model)
+
+
+def prepare_after_shard() -> tuple[str, list[Tensor], list[Tensor]]:
+    """What Accelerate's own prepare of a sharded model says; and training by onecopy's."""
+    trained = []
+    for is_sharded_before in (True, False):
+        with accelerator() as its_accelerator:
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if is_sharded_before:
+                onecopy.shard(model, optimizer, stage=2)
+                try:
+                    its_accelerator.prepare_model(model)
+                    message = "nothing"
+                except onecopy.OneCopyError as error:
+                    message = str(error)
+                its_accelerator.free_memory()
+            model, optimizer, batches = prepare(its_accelerator, 2, model, optimizer, loader(4))
+            for x, y in batches:
+                its_accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(values(its_accelerator, model))
+    return message, *trained

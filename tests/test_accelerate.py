@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerate_scripts import REFUSED, Script, refusals, train, uneven
+from tests.accelerate_scripts import REFUSED, Script, prepare_after_shard, refusals, train, uneven
 from tests.host_pins import accelerate_has_moved
 from tests.pool import Pool
 
@@ -92,6 +92,13 @@ def test_accelerators_that_shard_themselves_are_refused(pool: Pool) -> None:
     for messages in pool.run(2, refusals):
         for message, expected in zip(messages, REFUSED.values(), strict=True):
             assert re.search(expected, message), message
+
+
+def test_a_model_that_is_sharded_already(pool: Pool) -> None:
+    """Accelerate's prepare would put DDP around it, which is refused; onecopy's takes it."""
+    for message, one, other in pool.run(2, prepare_after_shard):
+        assert re.search(r"given to DistributedDataParallel.*docs/accelerate\.md", message)
+        assert all(map(torch.equal, one, other))
 
 
 def test_ranks_with_different_numbers_of_batches(pool: Pool) -> None:

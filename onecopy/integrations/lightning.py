@@ -86,8 +86,8 @@ class OneCopyStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, and attach the optimizers where it will be trained."""
-        assert self.accelerator is not None
-        assert self.model is not None
+        assert self.accelerator is not None, "the trainer has set it"
+        assert self.model is not None, "the trainer has connected it"
         _refuse_averages(trainer)
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -127,8 +127,8 @@ class OneCopyStrategy(DDPStrategy):
         if self._lightning_module is not None:
             for name in TOGGLES:
                 vars(self._lightning_module).pop(name, None)
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
+        assert self.cluster_environment is not None, "the trainer has set it"
+        assert self.accelerator is not None, "the trainer has set it"
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -149,7 +149,7 @@ class OneCopyStrategy(DDPStrategy):
 
     @property
     def _module(self) -> nn.Module:
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None, "the trainer has connected it"
         return self.lightning_module
 
     def _parameters_of(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -311,7 +311,7 @@ def _toggle_parameters(model: nn.Module, strategy: OneCopyStrategy) -> None:
     def toggle_optimizer(optimizer: Optimizer) -> None:
         """See LightningModule.toggle_optimizer."""
         found = reference()
-        assert found is not None
+        assert found is not None, "its trainer trains"
         own = set(found._parameters_of(optimizer))
         for one in found.optimizers:
             for parameter in found._parameters_of(one):
