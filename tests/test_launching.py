@@ -158,7 +158,7 @@ def test_the_manifest_fits_its_schema() -> None:
     pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     volumes = {one["name"] for one in pod["volumes"]}
     assert {one["name"] for one in pod["containers"][0]["volumeMounts"]} == volumes
-    spec["nprocPerNode"] = 8  # the API wants a string
+    spec["elasticPolicy"]["minReplicas"] = "1"  # the API wants a number
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(job, schema)
 
@@ -176,11 +176,20 @@ def pod_environment(job: dict[str, object], port: int) -> dict[str, str]:
         "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
-        "PET_NPROC_PER_NODE": "1",
         # Pods have addresses of their own; and here nobody is to wait long for a second node.
         "PET_LOCAL_ADDR": "127.0.0.1",
         "PET_RDZV_CONF": "last_call_timeout=5,keep_alive_interval=1",
     }
+
+
+def pod_command(job: dict[str, object]) -> list[str]:
+    """That of the pods, with one process in each and a script that can be interrupted."""
+    spec = job["spec"]
+    assert isinstance(spec, dict)
+    container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    torchrun, processes, script = container["command"]
+    assert (processes, Path(script).name) == ("--nproc-per-node=8", "resume.py")
+    return [torchrun, "--nproc-per-node=1", str(SCRIPT)]
 
 
 @pytest.mark.slow
@@ -189,8 +198,9 @@ def test_pods_go_on_when_one_of_them_is_gone(pool: Pool, tmp_path: Path) -> None
     expected = undisturbed(pool, tmp_path / "undisturbed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = pod_environment(manifest(), port)
-    command = ["torchrun", str(SCRIPT)]
+    job = manifest()
+    environment = pod_environment(job, port)
+    command = pod_command(job)
     with started(tmp_path) as pods:
         # The first one has the store at which they meet, as the operator's worker-0 does.
         first = pods.start("output-0", command, **environment)
