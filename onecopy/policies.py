@@ -99,11 +99,7 @@ class Precision:
 
     def written(self) -> str:
         """The call that makes it: Precision(compute="bf16", ...)."""
-        settings = (
-            f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
-            for name, value in changed(self)
-        )
-        return f"Precision({', '.join(settings)})"
+        return f"Precision({_arguments(changed(self))})"
 
 
 @named_settings
@@ -241,8 +237,7 @@ class Offload:
         for short in ("cpu", f"nvme:{self.path}"):
             if self == Offload.from_short_form(short):
                 return json.dumps(short)
-        settings = (f"{name}={json.dumps(value)}" for name, value in changed(self))
-        return f"onecopy.Offload({', '.join(settings)})"
+        return f"onecopy.Offload({_arguments(changed(self))})"
 
     @property
     def is_all_on_device(self) -> bool:
@@ -313,7 +308,7 @@ class Quantize:
 
     def written(self) -> str:
         """The call that makes it: Quantize(weights="int4", ...)."""
-        return f"Quantize({', '.join(f'{name}={value!r}' for name, value in changed(self))})"
+        return f"Quantize({_arguments(changed(self))})"
 
 
 @named_settings
@@ -397,3 +392,12 @@ def _pair_of_codes(value: object) -> tuple[str | None, str | None] | None:
     check_choice("quantize.gradients, inside a node,", inside, (*CODES, None))
     check_choice("quantize.gradients, across nodes,", across, (*CODES, None))
     return None if inside is across is None else (inside, across)
+
+
+def _arguments(settings: list[tuple[str, Any]]) -> str:
+    """Settings as a call has them, with texts in double quotes."""
+    written = (
+        f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
+        for name, value in settings
+    )
+    return ", ".join(written)

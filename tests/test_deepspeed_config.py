@@ -533,6 +533,16 @@ def test_code_of_templates_runs(name: str, tmp_path: Path) -> None:
         assert isinstance(optimizer, torch.optim.AdamW)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in ZERO_CASES if name not in ("mics", "a fixed scale")]
+)
+def test_code_says_all_settings(name: str) -> None:
+    """Executed, it is the configuration again."""
+    values, _ = ZERO_CASES[name]
+    model, _, _ = run_code(convert(values).code, 1)
+    assert onecopy.config_of(model) == Config.from_deepspeed(values)
+
+
 def test_code_accumulates_and_makes_the_optimizer_that_is_meant() -> None:
     values = {
         "gradient_accumulation_steps": 3,
