@@ -94,27 +94,51 @@ def _count_steps(blocks: int, settings: dict[str, Any]) -> dict[str, Counter[str
     return found
 
 
-def _count_calls(step: Callable[[], None]) -> dict[str, Counter[str]]:
-    calls: Counter[str] = Counter()
-    messages: Counter[str] = Counter()
+class Calls:
+    """Between `start` and `stop`: which of our functions are called in this thread, how often.
 
-    def note(frame: FrameType, what: str, argument: Any) -> None:
+    calls: by file and name. messages: by what a process group is asked for.
+
+    Args:
+        without: how the paths of files begin that do not count, nor what they call.
+    """
+
+    def __init__(self, without: tuple[str, ...] = ()) -> None:
+        self.calls: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._without = tuple(f"{PACKAGE}{path}" for path in without)
+        self._depth = 0
+
+    def start(self) -> None:
+        """Count from now on."""
+        sys.setprofile(self._note)
+
+    def stop(self) -> None:
+        """Count no more."""
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, what: str, argument: Any) -> None:
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
+        if self._without and code.co_filename.startswith(self._without):
+            self._depth += {"call": 1, "return": -1}.get(what, 0)
+        if self._depth > 0 or not code.co_filename.startswith(PACKAGE):
             return
         if what == "call" and code.co_name not in INLINED:
             file = code.co_filename.removeprefix(PACKAGE).replace(os.sep, "/")
-            calls[f"{file} {code.co_qualname}"] += 1
+            self.calls[f"{file} {code.co_qualname}"] += 1
         elif what == "c_call" and argument.__name__ in MESSAGES:
-            messages[argument.__name__] += 1
+            self.messages[argument.__name__] += 1
 
+
+def _count_calls(step: Callable[[], None]) -> dict[str, Counter[str]]:
+    counted = Calls()
     dist.barrier()
-    sys.setprofile(note)
+    counted.start()
     try:
         step()
     finally:
-        sys.setprofile(None)
-    return {"calls": calls, "messages": messages}
+        counted.stop()
+    return {"calls": counted.calls, "messages": counted.messages}
 
 
 class _Operations(TorchDispatchMode):
