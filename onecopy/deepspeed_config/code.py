@@ -39,7 +39,8 @@ class Script:
         if self.optimizer or self.schedule or self.autocast:
             imports += ["import torch", ""]
         optimizer, schedule = self._optimizer(), self._schedule()
-        lines = [*imports, "import onecopy", "", *optimizer]
+        yours = "model, " + "optimizer, " * (not optimizer) + "loader and loss_of(batch)"
+        lines = [*imports, "import onecopy", "", f"# {yours} are yours", *optimizer]
         lines += call("onecopy.shard", ["model", "optimizer", *written_settings(self.settings)])
         lines += self._activations()
         return "\n".join([*lines, *schedule, "", *self._loop()]) + "\n"
