@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model(llama: Path) -> None:
     options = dataclasses.replace(SMALL, model=str(llama))
     with pytest.raises(ConfigError, match=r"has 301 tokens, and .* knows 300"):
         models.build(options, models.Vocabulary(size=301, end=0), torch.device("cpu"))
+
+
+def test_without_transformers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    options = dataclasses.replace(SMALL, model=str(llama))
+    with pytest.raises(ConfigError, match=r"pip install 'onecopy\[hf\]'"):
+        models.build(options, models.Vocabulary(size=256, end=0), torch.device("cpu"))

@@ -239,10 +239,12 @@ class Observer:
 
     def _share_status(self, done: int, loss: float, signal: str | None) -> bool:
         """Tell each other; returns whether any rank has got a signal."""
-        per_step = (time.monotonic() - self._started) / (done - self._first)
-        loss, signals, seconds = self._mean([loss, float(signal is not None), per_step])
+        steps, seconds = self._trained()
+        asked = float(signal is not None)
+        loss, signals, per_step = self._mean([loss, asked, seconds / steps])
         # The same on all ranks, as it comes from what they have shared.
-        self._status_every = max(1, min(STEPS_PER_STATUS, int(SECONDS_PER_STATUS / seconds)))
+        in_time = int(SECONDS_PER_STATUS / max(per_step, 1e-3))
+        self._status_every = max(1, min(STEPS_PER_STATUS, in_time))
         self.progress.show(
             Status(
                 step=done,

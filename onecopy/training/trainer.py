@@ -117,6 +117,8 @@ def _train(options: TrainOptions, corpus: Corpus, session: Session) -> TrainResu
         model, optimizer, config=options.config(), max_grad_norm=options.max_grad_norm or None
     )
     model.train()
+    # Dropout is to differ between ranks; checkpoints keep where each is.
+    torch.manual_seed(options.seed + shard.rank)
     engine: Engine = handle.of(model).engine
     options = replace(options, stage=engine.config.chosen_stage, memory=None)
 
