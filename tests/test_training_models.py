@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from onecopy.checkpoint.folder import latest, step_of, steps_in
+from onecopy.checkpoint.inspect import inspect
 from onecopy.errors import ConfigError
 from onecopy.training import data, models
 from onecopy.training.data import IGNORED, Batches, Shard, held_out_batches
@@ -167,6 +168,8 @@ def test_adapters_and_going_on_with_them(
     )
     result = run(pool, 2, options)
     assert 0 < result.num_trained < 0.1 * result.num_parameters
+    (model,) = inspect(root).models
+    assert model.tensors.num_elements == result.num_trained
     torch.manual_seed(options.seed)
     base = models.construct(options, models.Vocabulary(size=256, end=0))
     base.load_state_dict(load_file(llama / "model.safetensors"))

@@ -26,6 +26,7 @@ from onecopy.comm.values import over_ranks
 from onecopy.errors import ConfigError
 from onecopy.report.progress import ProgressLine, plural
 from onecopy.training.data import TOKENIZER_FOLDER, Corpus
+from onecopy.training.models import weights_of
 from onecopy.training.options import OF_A_RUN, TrainOptions
 
 RUN_FILE = "run.json"
@@ -153,6 +154,8 @@ class Checkpoints:
                 step=done,
                 extra={name: part.state_dict() for name, part in self._parts.items()},
                 keep=options.keep,
+                # What adapters stand beside is in the model's own files.
+                frozen=not options.lora_rank or weights_of(options) is None,
             )
 
 
