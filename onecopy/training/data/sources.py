@@ -29,7 +29,8 @@ TABLES = (".parquet", ".arrow")
 IN_FOLDERS = (".txt", ".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz", *TABLES)
 # A saved Dataset has the first of them, a DatasetDict the second.
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-BLOCK = 1 << 20  # bytes of a text file that are one piece
+# Bytes of a text file that are one piece: some are tokenized at once, each on a core.
+BLOCK = 1 << 16
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
