@@ -193,28 +193,39 @@ def pod_command(job: dict[str, object]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_pods_go_on_when_one_of_them_is_gone(pool: Pool, tmp_path: Path) -> None:
-    """--nnodes=1:2: of two pods one dies with its torchrun; the other ends the run alone."""
+def test_pods_go_on_without_one_of_them_and_with_it_again(pool: Pool, tmp_path: Path) -> None:
+    """--nnodes=1:2: one dies with its torchrun, the other goes on; the next one joins it."""
     expected = undisturbed(pool, tmp_path / "undisturbed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = manifest()
-    environment = pod_environment(job, port)
-    command = pod_command(job)
+    command, environment = pod_command(job), pod_environment(job, port)
+
+    def has_saved(step: int) -> bool:
+        latest = tmp_path / "run/latest"
+        return latest.exists() and latest.read_text() == f"step-{step:08d}\n"
+
     with started(tmp_path) as pods:
         # The first one has the store at which they meet, as the operator's worker-0 does.
-        first = pods.start("output-0", command, **environment)
+        first = pods.start("output-0", command, **environment, STOP_AT="32")
         pods.wait(lambda: answers(port))
         second = pods.start("output-1", command, **environment, STOP_AT="16")
-        pods.wait(lambda: (tmp_path / "run/latest").exists())
-        pods.wait(lambda: "16" in (tmp_path / "run/latest").read_text())
+        pods.wait(lambda: has_saved(16))
         for pid in pods.alive("STOP_AT=16"):
             os.kill(pid, signal.SIGKILL)
         assert second.wait(PATIENCE) == -signal.SIGKILL
+        pods.wait(lambda: has_saved(32))
+        third = pods.start("output-2", command, **environment)
         assert first.wait(PATIENCE) == 0, (tmp_path / "output-0").read_text()
-        printed = [*pods.printed("output-0"), *pods.printed("output-1")]
-    resumed = printed.index("resumed from step 16 (run/step-00000016, saved by 2 ranks)")
-    assert printed[resumed + 1 :] == expected[2:]
+        assert third.wait(PATIENCE) == 0, (tmp_path / "output-2").read_text()
+        printed = [line for number in range(3) for line in pods.printed(f"output-{number}")]
+    assert sorted(printed) == sorted(
+        [
+            *expected,
+            "resumed from step 16 (run/step-00000016, saved by 2 ranks)",
+            "resumed from step 32 (run/step-00000032, saved by 1 ranks)",
+        ]
+    )
 
 
 def answers(port: int) -> bool:
