@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from onecopy.training.learning import make_optimizer, share_of_rate
 from onecopy.training.options import TrainOptions
 from onecopy.training.trainer import TrainResult, train
-from tests.pool import Pool
+from tests.pool import Pool, RankFailed
 
 OPTIONS = TrainOptions(steps=10, lr=2.0, min_lr=0.5, warmup=4)
 
@@ -84,3 +85,22 @@ def test_settings_of_shard_reach_it(pool: Pool, tmp_path: Path) -> None:
     assert results["host"].final_bits == pytest.approx(results["fp32"].final_bits, rel=1e-4)
     assert results["coded"].is_quantized
     assert torch.tensor(results["coded"].held_out_bits[12]).isfinite()
+
+
+def test_steps_without_a_target_change_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Where prompts fill the context, the loss has nothing to count: the run goes on."""
+    file, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+    long, short = ({"prompt": n * "a", "completion": "b" * 9} for n in (40, 4))
+    file.write_text((json.dumps(long) + "\n") * 8)
+    held_out.write_text(json.dumps(short) + "\n")
+    options = TrainOptions(
+        data=(file,), eval_data=(held_out,), loss_on="completions", packing="documents",
+        steps=3, batch=1, context=16, layers=1, width=16, heads=2, evals=1, sample=0, quiet=True,
+        weight_decay=0.0,
+    )  # fmt: skip
+    result: TrainResult = pool.run(2, train, options)[0]
+    assert result.held_out_bits[3] == result.held_out_bits[0]
+    file.write_text(json.dumps(short) + "\n")
+    held_out.write_text(json.dumps(long) + "\n")
+    with pytest.raises(RankFailed, match="no token of the held-out part counts"):
+        pool.run(2, train, options)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm.values import over_ranks
+from onecopy.errors import ConfigError
 from onecopy.events import SENT, Event, add_sink
 from onecopy.report import memory
 from onecopy.report.counters import BytesCounter
@@ -131,7 +132,11 @@ class Observer:
 
     @torch.no_grad()
     def evaluate(self, done: int) -> None:
-        """Measure the held-out loss after `done` steps, with equally many forwards on all ranks."""
+        """Measure the held-out loss after `done` steps, with equally many forwards on all ranks.
+
+        Raises:
+            ConfigError: nothing that is held out counts.
+        """
         with self.paused():
             self._model.eval()
             summed, num_targets = 0.0, 0
@@ -141,6 +146,11 @@ class Observer:
                 num_targets += int((targets != IGNORED).sum())
             self._model.train()
             of_all, num_targets_of_all = self._over_ranks([summed, float(num_targets)])
+            if not num_targets_of_all:
+                raise ConfigError(
+                    "no token of the held-out part counts: its prompts fill --context, or more. "
+                    "Give a larger one, or other data."
+                )
             bits = of_all / num_targets_of_all * self._bits_per_nat
             self._held_out_bits[done] = bits
         self.progress.note(f"step {done}/{self.options.steps}  held-out {bits:.2f} bits/byte")

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 # A model of at most so many bytes is gathered whole, once, to write a sample; a larger one unit by
 # unit for each token.
 GATHERED_WHOLE = 2**31
+# In the place of no targets at all, which a step of nothing but prompts may have on every rank.
+FEWEST = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,7 @@ def _train_steps(
         drawn = next(batches)
         num_targets = _counted(drawn)
         # The loss is the mean over the targets of all ranks, of which this one has its share.
-        scale = onecopy.loss_weight(model, num_targets) / max(num_targets, 1)
+        scale = onecopy.loss_weight(model, max(num_targets, FEWEST)) / max(num_targets, 1)
         for tokens, targets in drawn:
             loss = models.sum_of_losses(model, tokens.to(device), targets.to(device)) * scale
             loss.backward()
