@@ -86,3 +86,9 @@ def fit_twice(run: Run) -> list[Any]:
         trainer_of(run).fit(module, samples())
         trainer_of(run).fit(module, samples())
         return [values(module), module.losses]
+
+
+def load_from_file(run: Run, file: str) -> dict[str, Any]:
+    """A module alone, as it is loaded for inference."""
+    with launched():
+        return values(type(module_of(run)).load_from_checkpoint(file, run=run))

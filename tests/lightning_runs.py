@@ -7,16 +7,20 @@ functions: it takes seconds.
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import onecopy
 
 # What Lightning says of small runs like these.
 SAID = (
@@ -143,3 +147,41 @@ def module_of(run: Run) -> Any:
     from tests import lightning_modules
 
     return getattr(lightning_modules, run.module)(run)
+
+
+# By what is wrong, a pattern of the message.
+REFUSED = {
+    "setting": r"unknown setting 'stagee'. Did you mean 'stage'",
+    "average": r"StochasticWeightAveraging keeps a second, whole model",
+    "plugin": r"the plugin AsyncCheckpointIO would write checkpoints as one file",
+    "remote": r"cannot be written to s3://bucket/a\.ckpt.*storage that all ranks share",
+    "file": r"a\.ckpt is a file, written by another strategy",
+}
+
+
+def refusals() -> list[str]:
+    """What is said of each."""
+    with launched():
+        return [_refusal(case) for case in REFUSED]
+
+
+def _refusal(case: str) -> str:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    settings: dict[str, Any] = {"stagee": 2} if case == "setting" else {}
+    given: dict[str, Any] = {}
+    if case == "average":
+        given["callbacks"] = [StochasticWeightAveraging(0.1)]
+    if case == "plugin":
+        given["plugins"] = [AsyncCheckpointIO()]
+    run = Run(stage=3, epochs=1, settings=settings)
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        Path("a.ckpt").touch()
+        try:
+            trainer = trainer_of(run, **given)
+            trainer.fit(module_of(run), samples(), samples())
+            trainer.save_checkpoint("s3://bucket/a.ckpt" if case == "remote" else "a.ckpt")
+        except onecopy.OneCopyError as error:
+            return str(error)
+    return "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from onecopy.policies import Precision
 from tests.host_pins import lightning_has_moved
-from tests.lightning_runs import Run, fit
+from tests.lightning_runs import REFUSED, Run, fit, refusals
 from tests.pool import Pool
 
 # Looked for, not imported: that takes seconds.
@@ -32,6 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "built late": {"is_built_late": True, "optimizer": "adamw_fused"},
     "two optimizers": {"module": "Adversarial"},
+    "offload": {"optimizer": "sgd", "settings": {"offload": "cpu"}},
 }
 
 
@@ -68,6 +70,12 @@ def test_two_ranks_equal_one_process_on_the_same_batches(pool: Pool, optimizer: 
     for found in pool.run(2, fit_all, ours):
         for one in found:
             torch.testing.assert_close(one["values"], expected["values"], rtol=0, atol=0)
+
+
+def test_what_cannot_be_meant_is_refused(pool: Pool) -> None:
+    for messages in pool.run(2, refusals):
+        for message, expected in zip(messages, REFUSED.values(), strict=True):
+            assert re.search(expected, message), message
 
 
 def test_what_onecopy_leans_on_is_where_it_was(pool: Pool) -> None:

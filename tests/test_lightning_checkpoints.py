@@ -70,6 +70,7 @@ def test_a_consolidated_file_is_one_of_lightning(pool: Pool, folder: tuple[str, 
     stored = torch.load(file, weights_only=True)
     _assert_same(dict(stored["state_dict"]), found[0]["values"])
     assert stored["hyper_parameters"] == {"optimizer": "adamw"}
+    _assert_same(pool.run(1, runs.load_from_file, PLAIN, file)[0], found[0]["values"])
     for one in pool.run(1, runs.evaluate, Run(stage=None), file):
         _assert_same(one["values"], found[0]["values"])
 
