@@ -133,7 +133,8 @@ def check_settings(model: nn.Module, config: Config, settings: Mapping[str, Any]
     in_force: Config = handle.of(model).engine.config
     for name in settings:
         asked, there = getattr(config, name), getattr(in_force, name)
-        if asked not in ("auto", there):
+        # In the place of "auto" what was chosen is in force, and memory has done its part.
+        if asked not in ("auto", there) and not (config.is_auto and name == "memory"):
             raise ConfigError(
                 f"this {type(model).__name__} is sharded with {name}={there!r}, and a further call "
                 f"of shard only attaches optimizers: leave {name}={asked!r} out, or call "
