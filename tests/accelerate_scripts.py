@@ -6,7 +6,6 @@ there are several ranks. accelerate is imported in the functions: it takes secon
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import onecopy
 import onecopy.errors
 from tests.loops import net
 from tests.runs import OPTIMIZERS
+from tests.trainers import launched
 
 
 @contextmanager
@@ -29,21 +29,11 @@ def accelerator(
 ) -> Iterator[Any]:
     """An Accelerator in the process group of this rank, as under a launcher; the next is new."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DataLoaderConfiguration
 
-    size, rank = dist.get_world_size(), dist.get_rank()
-    names = {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    if size > 1:
-        os.environ.update({name: str(value) for name, value in names.items()})
-    try:
+    with launched():
         loaders = DataLoaderConfiguration(split_batches=split_batches, even_batches=even_batches)
         yield Accelerator(cpu=True, dataloader_config=loaders, **settings)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        for name in names:
-            os.environ.pop(name, None)
 
 
 @dataclass(frozen=True, kw_only=True)
