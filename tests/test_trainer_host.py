@@ -171,10 +171,11 @@ def test_others_that_would_shard(tmp_path: Path, change: Callable[[Any], None]) 
     """What one machine without accelerators cannot make is said to a Trainer that is made."""
     from onecopy.integrations.huggingface_checks import check_trainer
 
-    trainer = make(tmp_path)
-    change(trainer)
-    with pytest.raises((ConfigError, ShardingError)) as error:
-        check_trainer(trainer, trainer.onecopy_config)
+    with launched(), quiet():
+        trainer = trainer_of(3, models.build("hf_llama"), tmp_path)
+        change(trainer)
+        with pytest.raises((ConfigError, ShardingError)) as error:
+            check_trainer(trainer, trainer.onecopy_config)
     assert RIVALS[change] in str(error.value)
 
 

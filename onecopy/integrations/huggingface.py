@@ -129,6 +129,9 @@ class OneCopyMixin(Host):  # type: ignore[misc]
         is_synced = getattr(self, "_gen_kwargs", {}).get("synced_gpus", False)
         if not generates or is_synced or handle.find(self.model) is None:
             return nullcontext()
+        if callable(getattr(self.optimizer, "eval", None)):
+            # The loop would call it inside, where parameters must not change.
+            self.optimizer.eval()
         return full_parameters(self.model)
 
     # Checkpoints ------------------------------------------------------------------------------
@@ -205,7 +208,8 @@ def saved_names(model: nn.Module) -> Callable[[str], bool]:
     adapters = adapters_of(model)
     if not adapters:
         return lambda name: True
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    embeddings = [getattr(model, name)() for name in getters if hasattr(model, name)]
     kept = {id(one) for module in embeddings if module is not None for one in module.parameters()}
     left_out = {
         name

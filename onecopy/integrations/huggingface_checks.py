@@ -11,6 +11,7 @@ from torch import nn
 from onecopy.config import Config
 from onecopy.core.dtensors import is_dtensor
 from onecopy.errors import ConfigError, ShardingError
+from onecopy.integrations.accelerate import refuse_rivals
 from onecopy.options import unknown_setting
 from onecopy.policies import settings_of
 
@@ -83,6 +84,7 @@ def _check_rivals(trainer: Any) -> None:
                 f"{name} and onecopy both shard the model: leave TrainingArguments({argument}) and "
                 f"{flag} of `accelerate launch` out, and say stage=... to {type(trainer).__name__}"
             )
+    refuse_rivals(trainer.accelerator)
     parallelism = args.parallelism_config
     if parallelism is not None and parallelism.total_size > 1:
         raise ConfigError(
