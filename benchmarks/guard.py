@@ -38,7 +38,9 @@ from benchmarks.python_cost import BATCH, WIDTH, Block
 
 STORED = Path(__file__).with_suffix(".json")
 PACKAGE = str(Path(onecopy.__file__).parent) + os.sep
-VARIANTS: dict[str, dict[str, Any]] = {
+# What shard is called with; None: it is not, for what the model itself does.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "stage 3, bf16": {"stage": 3, "precision": "bf16"},
     "stage 3, offload": {"stage": 3, "offload": "cpu"},
@@ -69,12 +71,13 @@ def measure() -> dict[str, dict[str, Counts]]:
     return found
 
 
-def _count_steps(blocks: int, settings: dict[str, Any]) -> dict[str, Counter[str]]:
+def _count_steps(blocks: int, settings: dict[str, Any] | None) -> dict[str, Counter[str]]:
     """What a step of a model of so many blocks does."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(blocks)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    onecopy.shard(model, optimizer, **settings)
+    if settings is not None:
+        onecopy.shard(model, optimizer, **settings)
     x = torch.randn(BATCH, WIDTH)
 
     def step() -> None:
@@ -90,7 +93,8 @@ def _count_steps(blocks: int, settings: dict[str, Any]) -> dict[str, Counter[str
     found = _least([_count_calls(step) for _ in range(STEPS)])
     found |= _least([_count_operations(step) for _ in range(STEPS)])
     gc.enable()
-    onecopy.unshard(model)
+    if settings is not None:
+        onecopy.unshard(model)
     return found
 
 
