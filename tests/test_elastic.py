@@ -443,6 +443,7 @@ OTHER: dict[str, Any] = {
     "lora_alpha": 8.0,
     "lora_dropout": 0.1,
     "lora_targets": ("q_proj", "v_proj"),
+    "train_tokenizer": 300,
     "context": 17,
     "packing": "documents",
     "steps": 25,

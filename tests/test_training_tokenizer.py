@@ -164,7 +164,11 @@ def test_a_corpus_of_a_trained_tokenizer(text_file: Path, tmp_path: Path) -> Non
 
     other = train_tokenizer([held_out], 400)
     other.save(tmp_path / "run" / data.TOKENIZER_FOLDER)
-    resumed = data.load_corpus(options(tmp_path, train_tokenizer=400, checkpoint=tmp_path / "run"))
+    wanted = options(tmp_path, train_tokenizer=400, checkpoint=tmp_path / "run")
+    # A run that has not saved anything begins anew, maybe on another text.
+    assert data.load_corpus(wanted).tokenizer.fingerprint == corpus.tokenizer.fingerprint
+    (tmp_path / "run" / "latest").write_text("step-00000002\n")
+    resumed = data.load_corpus(wanted)
     assert resumed.tokenizer.fingerprint == other.fingerprint != corpus.tokenizer.fingerprint
 
 

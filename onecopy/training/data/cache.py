@@ -90,6 +90,9 @@ def _rename(unfinished: Path, folder: Path) -> None:
 def _remove_left_over(folder: Path) -> None:
     """What a process that was killed left behind of the same; not what another run now makes."""
     for other in folder.parent.glob(f".{folder.name}.*"):
-        newest = max((one.stat().st_mtime for one in [other, *other.rglob("*")]), default=0.0)
+        try:
+            newest = max(one.stat().st_mtime for one in [other, *other.rglob("*")])
+        except FileNotFoundError:
+            continue  # it was just finished, or removed
         if time.time() - newest > LEFT_OVER_SECONDS:
             shutil.rmtree(other, ignore_errors=True)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onecopy.checkpoint.folder import latest
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.once import world
 from onecopy.errors import ConfigError
@@ -200,8 +201,11 @@ def _tokenizer_path(options: TrainOptions) -> Path | None:
     """Where the tokenizer is, if it is in a file."""
     if options.train_tokenizer is not None:
         # A run that is resumed has its own already, though the package may now train another.
-        saved = options.checkpoint / TOKENIZER_FOLDER if options.checkpoint else None
-        return saved if saved is not None and (saved / TOKENIZER_FILE).is_file() else None
+        root = options.checkpoint
+        if root is None or not root.is_dir() or latest(root) is None:
+            return None
+        saved = root / TOKENIZER_FOLDER
+        return saved if (saved / TOKENIZER_FILE).is_file() else None
     if options.tokenizer == BYTES:
         return None
     if options.tokenizer is not None:

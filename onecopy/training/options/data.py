@@ -74,7 +74,7 @@ class DataOptions(OptionGroup):
     )
     train_tokenizer: int | None = field(
         default=None,
-        metadata=describe(
+        metadata=describe_of_run(
             "train a tokenizer of so many tokens on --data: byte pair encoding", metavar="SIZE"
         ),
     )
