@@ -85,7 +85,12 @@ def _present(wanted: Sequence[str], console: Console) -> tuple[str, ...]:
         missing = {"deepspeed-3-nvme": reason} if reason else {}
     for name, reason in missing.items():
         console.print(f"without {name}: {reason}", highlight=False)
-    return tuple(name for name in CONTENDERS if name in wanted and name not in missing)
+    present = tuple(name for name in CONTENDERS if name in wanted and name not in missing)
+    for name in present:
+        if name in theirs:
+            # What must be compiled is, once, before there are ranks that would wait for it.
+            with_deepspeed.prepare(name)
+    return present
 
 
 def _compare(
