@@ -224,6 +224,19 @@ def test_who_is_asked_to_end_saves_first(pool: Pool, text: Path, tmp_path: Path)
     assert rest.samples == whole.samples
 
 
+def test_a_frozen_base_in_codes(pool: Pool, llama: Path, text: Path) -> None:
+    """A byte for each value, which is rounded: nearly the same losses, and adapters that learn."""
+    options = dataclasses.replace(SMALL, model=str(llama), data=(text,), lr=0.3, sample=0, **LORA)
+    exact, coded = (
+        run(pool, 2, dataclasses.replace(options, frozen=code)) for code in (None, "int8")
+    )
+    assert coded.held_out_bits == pytest.approx(exact.held_out_bits, rel=1e-2)
+    assert coded.held_out_bits != exact.held_out_bits
+    assert coded.held_out_bits[4] < coded.held_out_bits[0]
+    assert exact.memory is not None and coded.memory is not None
+    assert coded.memory.parameters < 0.5 * exact.memory.parameters
+
+
 @pytest.mark.parametrize(
     ("change", "advice"),
     [
