@@ -172,6 +172,16 @@ def test_a_corpus_of_a_trained_tokenizer(text_file: Path, tmp_path: Path) -> Non
     assert resumed.tokenizer.fingerprint == other.fingerprint != corpus.tokenizer.fingerprint
 
 
+def test_a_resumed_run_finds_the_tokens_it_began_with(text_file: Path, tmp_path: Path) -> None:
+    kept, run = tmp_path / "cache", tmp_path / "run"
+    wanted = options(tmp_path, train_tokenizer=400, cache=kept, checkpoint=run)
+    begun = data.load_corpus(wanted)
+    begun.tokenizer.save(run / data.TOKENIZER_FOLDER)
+    (run / "latest").write_text("step-00000002\n")
+    assert data.load_corpus(wanted).fingerprint == begun.fingerprint
+    assert len(list(kept.iterdir())) == 1
+
+
 def test_the_tokenizer_is_the_models_unless_another_is_asked_for(
     text_file: Path, tmp_path: Path, folder: Path
 ) -> None:

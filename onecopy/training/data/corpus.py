@@ -105,7 +105,8 @@ class _Recipe:
             "format": FORMAT,
             "files": [_stamps(files) for files in (self.files, self.eval_files)],
             "topics": "" if self.files else _digest("".join(p.text for p in topics_pieces(0.0))),
-            "tokenizer": self.tokenizer.fingerprint if self.tokenizer else options.train_tokenizer,
+            # That of a resumed run was trained as this one would be: its tokens are there already.
+            "tokenizer": options.train_tokenizer or _fingerprint(self.tokenizer),
             "held_out": options.held_out,
             "text_field": options.text_field,
             "loss_on": options.loss_on,
@@ -251,6 +252,11 @@ def _check_length(corpus: Corpus, options: TrainOptions) -> None:
             )
         if not part.text_bytes:
             raise ConfigError(f"In {corpus.name}, all completions of the {what} part are empty.")
+
+
+def _fingerprint(tokenizer: Tokenizer | None) -> str:
+    assert tokenizer is not None, "who trains no tokenizer has one"
+    return tokenizer.fingerprint
 
 
 def _kind(tokenizer: Tokenizer) -> str:
