@@ -19,10 +19,11 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: the test 
 import onecopy
 from onecopy.errors import ConfigError, ShardingError
 from tests import models
-from tests.trainers import launched, quiet, trainer_of
+from tests.trainers import launched, quiet, trainer_of, values_of
 
 # Methods that are overridden, with the arguments that they are called with.
 OVERRIDDEN = {
+    "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_move_model_to_device": ["self", "model", "device"],
     "_wrap_model": ["self", "model", "training", "dataloader"],
     "_save": ["self", "output_dir", "state_dict"],
@@ -195,6 +196,21 @@ def test_a_missing_host_names_the_extra() -> None:
         sys.modules.pop("onecopy.integrations.huggingface", None)
         with pytest.raises(ConfigError, match=r"OneCopyTrainer.*onecopy\[hf\]"):
             import onecopy.integrations.huggingface  # noqa: F401
+
+
+def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
+    """As a run leaves it that was killed while it saved: the Trainer would fail at it."""
+    model = models.build("hf_llama")
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with launched(), quiet():
+        trainer_of(3, model, tmp_path, **settings).train()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    with launched(), quiet():
+        trainer = trainer_of(3, models.build("hf_llama", seed=9), tmp_path, **settings)
+        trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
+    for name, value in values_of(model).items():
+        torch.testing.assert_close(values_of(trainer.model)[name], value)
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from onecopy.integrations.accelerate import adopt
 require("transformers", "OneCopyTrainer")
 
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from transformers.trainer import SCHEDULER_NAME, Trainer  # noqa: E402
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer  # noqa: E402
 
 # Of a mixin: whichever Trainer stands behind it.
 Host: Any = Trainer if TYPE_CHECKING else object
@@ -80,6 +80,15 @@ class OneCopyMixin(Host):  # type: ignore[misc]
         checks.check_trainer(self, self.onecopy_config)
 
     # Training ---------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """True resumes from the last checkpoint that is complete; a killed run may leave another.
+
+        See the Trainer's own method for the rest.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A model without values yet gets them where it will lie, when it is sharded."""
@@ -192,6 +201,14 @@ class OneCopyMixin(Host):  # type: ignore[misc]
 
 class OneCopyTrainer(OneCopyMixin, Trainer):  # type: ignore[misc]
     """Hugging Face's Trainer that shards: `OneCopyTrainer(model, args, ..., stage=3)`."""
+
+
+def last_complete(folder: str) -> str | None:
+    """The Trainer's last checkpoint whose state, which is written last, is there; None for none."""
+    found = [one.parent for one in Path(folder).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    steps = {one: one.name.rpartition("-")[2] for one in found}
+    complete = [one for one, step in steps.items() if step.isdecimal()]
+    return str(max(complete, key=lambda one: int(steps[one]))) if complete else None
 
 
 def adapters_of(model: nn.Module) -> list[str]:
