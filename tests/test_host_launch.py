@@ -15,7 +15,8 @@ from tests.pool import RANK_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+# Its way for several GPUs, whose processes the script keeps on CPUs: for those it needs MPI.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 STARTS = {
     "accelerate launch": ("accelerate", [*ACCELERATE, "--num_machines", "1"]),
     "accelerate torchrun": ("accelerate", TORCHRUN),
