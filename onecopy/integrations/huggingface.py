@@ -36,11 +36,10 @@ from onecopy.core.state_dict import whole_state_dict
 from onecopy.errors import ConfigError
 from onecopy.extras import require
 from onecopy.integrations import huggingface_checks as checks
-from onecopy.integrations.accelerate import adopt
+from onecopy.integrations.accelerate import adopt, plain
 
 require("transformers", "OneCopyTrainer")
 
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer  # noqa: E402
 
 # Of a mixin: whichever Trainer stands behind it.
@@ -108,7 +107,7 @@ class OneCopyMixin(Host):  # type: ignore[misc]
 
     def _shard_for_training(self) -> None:
         owner = handle.find(self.model)
-        optimizer = plain_optimizer(self.optimizer)
+        optimizer = plain(self.optimizer)
         if owner is None or all(one.optimizer is not optimizer for one in owner.bindings):
             # One that is sharded already has its settings.
             config = self.onecopy_config if owner is None else None
@@ -162,7 +161,7 @@ class OneCopyMixin(Host):  # type: ignore[misc]
         if handle.find(self.model) is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        optimizer = plain_optimizer(self.optimizer)
+        optimizer = plain(self.optimizer)
         save(
             Path(output_dir, FOLDER),
             self.model,
@@ -185,7 +184,7 @@ class OneCopyMixin(Host):  # type: ignore[misc]
             return
         # The Trainer restores random states itself, once it has found its place in the data.
         states = random_states()
-        load(Path(checkpoint, FOLDER), self.model, plain_optimizer(self.optimizer))
+        load(Path(checkpoint, FOLDER), self.model, plain(self.optimizer))
         restore_random_states(states)
         path = os.path.join(checkpoint, SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
@@ -235,11 +234,3 @@ def saved_names(model: nn.Module) -> Callable[[str], bool]:
         if not any(adapter in name.split(".") for adapter in adapters)
     }
     return lambda name: name not in left_out
-
-
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, without what Accelerate has put around it."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    found: torch.optim.Optimizer = optimizer
-    return found
