@@ -67,6 +67,17 @@ def evaluate(run: Run, path: str) -> dict[str, Any]:
         return {"tested": tested, "values": values(module)}
 
 
+def evaluate_after_training(run: Run, folder: str) -> dict[str, Any]:
+    """A trainer that evaluates what it has saved before the end, as with ckpt_path="best"."""
+    with launched():
+        module, trainer = module_of(run), trainer_of(run)
+        trainer.fit(module, samples())
+        trainer.save_checkpoint(f"{folder}/one.ckpt")
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.125
+        trainer.test(module, samples(), ckpt_path=f"{folder}/one.ckpt", verbose=False)
+        return {"rate": trainer.optimizers[0].param_groups[0]["lr"]}
+
+
 def save_with_events(run: Run, folder: str) -> list[str]:
     """What a checkpoint does with units."""
     with launched():

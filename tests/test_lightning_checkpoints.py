@@ -60,6 +60,12 @@ def test_evaluation_from_a_checkpoint_on_another_number_of_ranks(
         pool.run(1, runs.resume, PLAIN, f"{path}/weights.ckpt")
 
 
+def test_evaluation_from_a_checkpoint_leaves_optimizers_alone(pool: Pool, tmp_path: Path) -> None:
+    run = Run(stage=3, epochs=1)
+    for seen in pool.run(2, runs.evaluate_after_training, run, str(tmp_path)):
+        assert seen == {"rate": 0.125}
+
+
 def test_a_consolidated_file_is_one_of_lightning(pool: Pool, folder: tuple[str, Any]) -> None:
     """It loads without a trainer, and into one that knows nothing of onecopy."""
     from onecopy.integrations.lightning_checkpoints import consolidate

@@ -216,7 +216,11 @@ class OneCopyStrategy(DDPStrategy):
         self._has_loaded = self.broadcast(checkpoints.is_folder(path))
         if not self._has_loaded:
             return super().load_checkpoint(path, weights_only=weights_only)
-        return checkpoints.read(path, self._module, self._attached(), weights_only)
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        # Lightning restores states of optimizers only to fit: an evaluation leaves them alone.
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._attached() if is_fitting else []
+        return checkpoints.read(path, self._module, optimizers, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Of a file of Lightning; a folder has been loaded already."""
