@@ -101,6 +101,7 @@ class _InParts(nn.Linear):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "typo": ({"stagee": 2}, "Did you mean 'stage'"),
+    "typo of the whole configuration": ({"confg": None}, "Did you mean 'config'"),
     "typo of the Trainer's": ({"eval_datasets": []}, "Did you mean 'eval_dataset'"),
     "bad value": ({"precision": "int8"}, "precision"),
     "no config": ({"config": {"stage": 3}}, "config is a dict"),
@@ -126,6 +127,7 @@ def test_arguments_that_cannot_be_meant(tmp_path: Path, case: str) -> None:
     with pytest.raises(ConfigError) as error:
         make(tmp_path, **settings)
     assert says in str(error.value)
+    assert " self," not in str(error.value)
 
 
 def _many_devices(trainer: Any) -> None:

@@ -31,7 +31,7 @@ def take_settings(trainer: type, kwargs: dict[str, Any]) -> tuple[Config, dict[s
     accepted = _arguments_of(trainer)
     for name in others:
         if accepted is not None and name not in accepted:
-            raise unknown_setting(name, {*known, *accepted})
+            raise unknown_setting(name, {"config", *known, *accepted})
     return config, others
 
 
@@ -45,7 +45,7 @@ def _arguments_of(trainer: type) -> set[str] | None:
         if "__init__" not in vars(base) or base.__module__.startswith("onecopy."):
             continue
         parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-        names |= {one.name for one in parameters}
+        names |= {one.name for one in parameters} - {"self"}
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
     return None
