@@ -34,8 +34,8 @@ __all__ = [
 
 TURN_TIMEOUT = timedelta(hours=2)
 LIVE_WARM_STEPS, LIVE_STEPS = 3, 2
-# Torch's reducer, in C++, makes their gradients: no operation shows them.
-UNSEEN_GRADIENTS = ("ddp", "zero_redundancy")
+# DDP's reducer makes gradients in C++, and what is inside of DTensors is made where no mode looks.
+UNSEEN = ("ddp", "zero_redundancy", "fsdp2", "fsdp2-keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +228,7 @@ def measure_live_tensors(name: str, setting: Setting) -> LiveBytes:
         for number in range(LIVE_WARM_STEPS):
             train_step(contender, setting, number)
             contender.settle()
+        live.watch(_unseen(contender))
         live.reset_peak()
         steady = [
             _live_step(contender, setting, LIVE_WARM_STEPS + number, live)
@@ -253,13 +254,24 @@ class _RealTensors(LiveTensors):
 def _live_step(contender: Contender, setting: Setting, number: int, live: LiveTensors) -> int:
     """What is alive between backward and the update."""
     contender.backward(contender.forward(_tokens(setting, number)))
-    if contender.name in UNSEEN_GRADIENTS:
-        live.watch([one.grad for one in contender.model.parameters() if one.grad is not None])
+    live.watch(_unseen(contender))
     steady = live.num_bytes()
     contender.step()
     contender.zero_grad()
     contender.settle()
     return steady
+
+
+def _unseen(contender: Contender) -> list[Tensor]:
+    """What holds parameters, gradients and states, where operations may not show it."""
+    if contender.name not in UNSEEN:
+        return []
+    found: list[Tensor] = []
+    for one in contender.model.parameters():
+        found += [one, *([] if one.grad is None else [one.grad])]
+    for state in contender.optimizer.state.values():
+        found += [one for one in state.values() if isinstance(one, Tensor)]
+    return [getattr(one, "_local_tensor", one) for one in found]
 
 
 def reset_peak() -> None:
