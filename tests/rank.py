@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TextIO
 
 RANK_SEED = 1234
 RELEASE = b"release"
@@ -77,15 +77,22 @@ class Task:
     group_timeout: float
 
 
+def _tell_stacks(file: TextIO) -> None:
+    """In a crash, and when asked; again before each task, whatever the last one did to signals."""
+    faulthandler.disable()
+    faulthandler.enable(file=file)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
 def serve(connection: Connection, stacks: str) -> None:
     """A rank's life: take a task, answer, destroy the group, be idle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills us
     die_with_parent()
     # Kept open for as long as the process lives: faulthandler writes to its descriptor.
     file = open(stacks, "w")
-    faulthandler.enable(file=file)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    _tell_stacks(file)
 
     import torch
     import torch.distributed
@@ -96,6 +103,7 @@ def serve(connection: Connection, stacks: str) -> None:
     connection.send_bytes(pickle.dumps("ready"))
     modules = len(sys.modules)
     while True:
+        _tell_stacks(file)
         try:
             task = connection.recv_bytes()
             answer = _answer(task)

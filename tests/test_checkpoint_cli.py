@@ -108,7 +108,7 @@ def test_help_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        ("checkpoint", "required"),
+        ("checkpoint", "usage: onecopy checkpoint"),
         ("checkpoint inspect", "required: DIR"),
         ("checkpoint export a b --dtyp bf16", "Did you mean --dtype?"),
         ("checkpoint inspct a", "invalid choice"),

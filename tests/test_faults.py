@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[], None], type[OneCopyError], list[str]]] = {
     "a part before": (part_is_sharded, ShardingError, ["module 1", "sharded already"]),
     "one of two before": (one_of_two_is_sharded, ShardingError, ["sharded already"]),
     "no module": (no_module, ShardingError, ["SGD", "shard(model, optimizer"]),
-    "no optimizer": (no_optimizer, ShardingError, ["str", "torch.optim.Optimizer"]),
+    "no optimizer": (no_optimizer, ShardingError, ["'adamw'", "it comes second"]),
     "optimizer of another model": (
         optimizer_of_another_model,
         ShardingError,
@@ -351,7 +351,7 @@ MISUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
     "clip": (clip_plain, ["Sequential is not sharded"]),
     "unshard": (unshard_plain, ["Sequential is not sharded"]),
     "step inside full_parameters": (step_inside, ["inside full_parameters", "outside"]),
-    "attached twice": (attached_twice, ["attached already"]),
+    "attached twice": (attached_twice, ["is attached to this Sequential already"]),
     "deepcopy": (copied_in_part, ["cannot be copied", "copy the whole model"]),
     "pickle": (pickled, ["cannot be pickled", "state_dict()"]),
 }

@@ -68,7 +68,9 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    # A handler that is not Python's (faulthandler's) could not be put back: that signal is left.
+    ours = [number for number in SIGNALS if signal.getsignal(number) is not None]
+    before = {number: signal.signal(number, handler) for number in ours}
     try:
         yield
     finally:
