@@ -11,6 +11,7 @@ world. No time is measured, so the machine may be busy.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -55,6 +56,8 @@ COLUMNS = (
 def measure(stage: int, world: int, setting: Setting) -> dict[str, Any]:
     """A row: bytes in MiB and MB, per rank and step."""
     counted, num_steps = Calls(WITHOUT), 0
+    # Of models of earlier rows, which a step would still ask whether they are its own.
+    gc.collect()
 
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
         nonlocal num_steps

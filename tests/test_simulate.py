@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onecopy
+from benchmarks.guard import Calls
 from onecopy.comm.groups import ImaginedWorld
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.events import Event, add_sink
@@ -105,6 +107,31 @@ def test_timeline_tells_each_unit() -> None:
         assert kinds.count("gather") == 2
         assert kinds.count("release") == 2
     assert max(one.total for one in found.timeline) <= found.peak.total
+
+
+def _calls(world_size: int, settings: dict[str, Any]) -> Counter[str]:
+    """Of functions that make transfers, in a step after the first."""
+    counted, num_steps = Calls(), 0
+
+    def counting(model: nn.Module, given: Any) -> torch.Tensor:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            counted.start()
+        return loss(model, given)
+
+    world = ImaginedWorld(world_size, native=True)
+    try:
+        simulate(lambda: GPT(CONFIG), batch, world, loss=counting, **settings)
+    finally:
+        counted.stop()
+    return Counter({name: n for name, n in counted.calls.items() if name.startswith("comm/")})
+
+
+@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": "hpz", "node_size": 4}])
+def test_transfers_call_no_more_in_a_larger_world(settings: dict[str, Any]) -> None:
+    """One collective is one call, whatever the number of ranks, and so is counting its bytes."""
+    assert _calls(128, settings) == _calls(8, settings)
 
 
 class Chooses(nn.Module):

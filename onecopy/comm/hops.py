@@ -13,7 +13,7 @@ Sources: MiCS (Zhang et al. 2022) section 3, ZeRO++ (Wang et al. 2023) section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,6 +69,8 @@ class Hops:
         self._scale = 1.0 / groups.world.size
         # The nodes over which it is spread, unless each of them, or each few, has all of it.
         self._spread = groups.nodes if groups.replica.size == 1 else None
+        # By tag and kind of transfer: the hop, and what this rank sends for it.
+        self._known: dict[tuple[int, Hashable], tuple[Hop, tuple[int, int]]] = {}
 
     # Gathers ----------------------------------------------------------------------------------
 
@@ -87,13 +89,13 @@ class Hops:
         Args:
             transport: of the hop that goes far, or of the only one.
         """
-        nodes = self._groups.nodes
-        sent = list(self._sent_by_gather(hop, flat.dtype, nodes, transport, own is not None))
+        nodes, has_own = self._groups.nodes, own is not None
+        sent = self._sent_by_gather(hop, flat.dtype, nodes, transport, has_own)
         if nodes is None or secondary is None:
             steps = self._gather_in(flat, own, hop, nodes, names, transport)
         else:
             steps = self._gather_over(flat, own, hop, nodes, names, (transport, secondary))
-        return steps, *self._counted(sent)
+        return steps, *self._counted(sent, hop, (flat.dtype, transport, has_own))
 
     def _gather_in(
         self,
@@ -194,11 +196,8 @@ class Hops:
             for window in self._windows(near)
         ]
         transfers = [self._reduce_window(buffer, into, one, names, node_sum) for one in pieces]
-        sent: list[Sent] = []
-        for one in pieces:
-            sent += self._sent_near(one, into)
-            sent += self._sent_far(into, one.window)
-        return _in_windows(transfers), *self._counted(sent)
+        sent = self._sent_by_reduce(pieces, into)
+        return _in_windows(transfers), *self._counted(sent, into.hop, ("reduce", *into[1:]))
 
     def reduce_inside(
         self,
@@ -216,12 +215,14 @@ class Hops:
                 return node_sum.add_(part)
             return part.to(into.dtype, copy=part is buffer)
 
-        return steps(), *self._counted(list(self._sent_near(near, into)))
+        sent = self._sent_near(near, into)
+        return steps(), *self._counted(sent, into.hop, ("inside", *into[1:]))
 
     def reduce_across(self, node_sum: torch.Tensor, into: Reduction, names: Names) -> Started:
         """Far, what was summed near before."""
         steps = self._reduce_far(node_sum, into, None, names)
-        return steps, *self._counted(list(self._sent_far(into, None)))
+        sent = self._sent_far(into, None)
+        return steps, *self._counted(sent, into.hop, ("across", *into[1:]))
 
     def _near_hop(self, hop: Hop) -> Hop:
         return hop if self._spread is None else self._spread.inside_hop(hop)
@@ -351,10 +352,28 @@ class Hops:
 
     # What they send ---------------------------------------------------------------------------
 
-    def _counted(self, sent: Iterable[Sent]) -> tuple[int, int]:
-        sent = list(sent)
-        away = sum(num_bytes for rank, num_bytes in sent if self._groups.is_away(rank))
-        return sum(num_bytes for _, num_bytes in sent), away
+    def _counted(self, sent: Iterable[Sent], hop: Hop, kind: Hashable) -> tuple[int, int]:
+        """The bytes that are sent, and those of them that leave the node.
+
+        They are the same in every step, and there is one number for each rank: so they are counted
+        when a unit is first sent like this.
+
+        Args:
+            sent: not begun: gone through only where it has to be counted.
+            hop, kind: all that it depends on.
+        """
+        known = self._known.get((hop.tag, kind))
+        if known is None or known[0] != hop:
+            to = list(sent)
+            away = sum(num_bytes for rank, num_bytes in to if self._groups.is_away(rank))
+            known = hop, (sum(num_bytes for _, num_bytes in to), away)
+            self._known[hop.tag, kind] = known
+        return known[1]
+
+    def _sent_by_reduce(self, pieces: list[Hop], into: Reduction) -> Iterator[Sent]:
+        for one in pieces:
+            yield from self._sent_near(one, into)
+            yield from self._sent_far(into, one.window)
 
     def _sent_near(self, near: Hop, into: Reduction) -> Iterator[Sent]:
         nodes = self._groups.nodes if self._spread is None else self._spread.inner

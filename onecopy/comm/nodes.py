@@ -51,7 +51,8 @@ class Column:
     def numels(self, of_slices: Sequence[int]) -> tuple[int, ...]:
         """How many elements of the part each rank of the group owns."""
         own = iter(of_slices[self.slices.start : self.slices.stop])
-        return tuple(next(own) if is_owner else 0 for is_owner in self.is_owner)
+        # A list first: no call for each node.
+        return tuple([next(own) if is_owner else 0 for is_owner in self.is_owner])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import datetime
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +44,8 @@ Finish = Callable[[], torch.Tensor]
 BLOCK_NUMEL = 1 << 16
 # How long a transfer that nobody waits for any more may take to end.
 LETTING_GO = datetime.timedelta(seconds=2)
+# Of a range of elements.
+_first, _end = itemgetter(0), itemgetter(1)
 
 
 class Division(NamedTuple):
@@ -56,7 +60,11 @@ class Division(NamedTuple):
 
     def exact_between(self, low: int, high: int) -> list[tuple[int, int]]:
         """`exact` within elements [low, high), counted from there."""
-        cut = ((max(first, low) - low, min(end, high) - low) for first, end in self.exact)
+        # Found, not looked for: each rank has one, and a hop asks for what each rank has.
+        begin = bisect_right(self.exact, low, key=_end)
+        stop = bisect_left(self.exact, high, lo=begin, key=_first)
+        near = self.exact[begin:stop]
+        cut = [(max(first, low) - low, min(end, high) - low) for first, end in near]
         return [(first, end) for first, end in cut if first < end]
 
 
