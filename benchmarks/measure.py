@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from benchmarks.contenders import Contender, Setting, build
 from benchmarks.model import SIZES, batch
@@ -34,8 +34,8 @@ __all__ = [
 
 TURN_TIMEOUT = timedelta(hours=2)
 LIVE_WARM_STEPS, LIVE_STEPS = 3, 2
-# DDP's reducer makes gradients in C++, and what is inside of DTensors is made where no mode looks.
-UNSEEN = ("ddp", "zero_redundancy", "fsdp2", "fsdp2-keep")
+# Torch's reducer, in C++, makes their gradients: no operation shows them.
+UNSEEN_GRADIENTS = ("ddp", "zero_redundancy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +223,11 @@ def _tokens(setting: Setting, number: int) -> Tensor:
 def measure_live_tensors(name: str, setting: Setting) -> LiveBytes:
     """One contender alone in fresh processes: some steps first, then some that count."""
     dist.init_process_group("gloo")
-    with _RealTensors() as live:
+    with LiveTensors() as live:
         contender = build(name, setting)
         for number in range(LIVE_WARM_STEPS):
             train_step(contender, setting, number)
             contender.settle()
-        live.watch(_unseen(contender))
         live.reset_peak()
         steady = [
             _live_step(contender, setting, LIVE_WARM_STEPS + number, live)
@@ -238,40 +237,16 @@ def measure_live_tensors(name: str, setting: Setting) -> LiveBytes:
     return LiveBytes(peak=live.peak_bytes, steady=max(steady))
 
 
-class _RealTensors(LiveTensors):
-    """Without the storages of DTensors, which have a size and no bytes: what they wrap has them."""
-
-    def _add(self, storage: UntypedStorage | None) -> None:
-        if storage is None:
-            return
-        try:
-            storage.data_ptr()
-        except RuntimeError:
-            return
-        super()._add(storage)
-
-
 def _live_step(contender: Contender, setting: Setting, number: int, live: LiveTensors) -> int:
     """What is alive between backward and the update."""
     contender.backward(contender.forward(_tokens(setting, number)))
-    live.watch(_unseen(contender))
+    if contender.name in UNSEEN_GRADIENTS:
+        live.watch([one.grad for one in contender.model.parameters() if one.grad is not None])
     steady = live.num_bytes()
     contender.step()
     contender.zero_grad()
     contender.settle()
     return steady
-
-
-def _unseen(contender: Contender) -> list[Tensor]:
-    """What holds parameters, gradients and states, where operations may not show it."""
-    if contender.name not in UNSEEN:
-        return []
-    found: list[Tensor] = []
-    for one in contender.model.parameters():
-        found += [one, *([] if one.grad is None else [one.grad])]
-    for state in contender.optimizer.state.values():
-        found += [one for one in state.values() if isinstance(one, Tensor)]
-    return [getattr(one, "_local_tensor", one) for one in found]
 
 
 def reset_peak() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from onecopy.memory.live_tensors import LiveTensors
+from tests.pool import Pool
 
 KIB = 256  # elements of fp32
 
@@ -100,3 +104,25 @@ def test_tensors_without_storage_pass() -> None:
         sparse = torch.eye(3).to_sparse()
         assert torch.equal(sparse.to_dense(), torch.eye(3))
     assert live.peak_bytes > 0
+
+
+def wrapped() -> list[tuple[int, int]]:
+    """Bytes alive and storages in each situation, of DTensors over two ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    before = distribute_tensor(torch.ones(2 * KIB), mesh, [Shard(0)])
+    found = []
+    with LiveTensors() as live:
+        doubled = before * 2
+        found.append((live.num_bytes(), live.num_storages()))
+        live.watch([before])
+        found.append((live.num_bytes(), live.num_storages()))
+        doubled.add_(1)
+        found.append((live.num_bytes(), live.num_storages()))
+        del doubled, before
+        found.append((live.num_bytes(), live.num_storages()))
+    return found
+
+
+def test_what_wrappers_consist_of_is_alive(pool: Pool) -> None:
+    """Not the wrappers, whose size is that of all ranks' parts; operations inside of them too."""
+    assert pool.run(2, wrapped) == [[(1024, 1), (2048, 2), (2048, 2), (0, 0)]] * 2

@@ -4,12 +4,15 @@ It keeps a weak reference to every storage that operations make while it is acti
 sizes anew whenever it is asked: the engine frees and regrows storages with `resize_`, which no
 operation shows, so a size noted when a storage was made says nothing. Views share a storage and
 count once. What a single operation frees before it returns is not seen.
+
+A tensor that wraps others, such as a DTensor, has a storage with a size and no bytes: what counts
+is what it wraps. Its operations are not seen, but those that they consist of.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,7 +56,8 @@ class LiveTensors(TorchDispatchMode):
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Track tensors that were made before, such as a model's parameters."""
         for tensor in tensors:
-            self._add(storage_of(tensor))
+            for plain in _unwrapped(tensor):
+                self._add(storage_of(plain))
         self.num_bytes()
 
     def num_storages(self) -> int:
@@ -68,6 +72,9 @@ class LiveTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(map(_is_wrapper, types)):
+            # The wrapper makes it of operations on what it wraps, and these come here.
+            return NotImplemented
         kwargs = kwargs or {}
         # Before the operation: an operation in place returns what it was given.
         given = {id(storage) for storage in map(storage_of, tensors_in((args, kwargs)))}
@@ -87,6 +94,21 @@ class LiveTensors(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
 
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class consist of others (torch's protocol for them)."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def _unwrapped(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that it consists of; a DTensor names its mesh beside them."""
+    if _is_wrapper(type(tensor)):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _unwrapped(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):
+        yield tensor
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -94,9 +116,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """What holds a tensor's bytes; None where nothing does."""
+    if _is_wrapper(type(tensor)):
+        return None  # what it wraps is seen by itself
     if tensor.device.type == "meta":  # what a fake tensor is not: it says the device it stands for
         return None
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors and wrappers have none; what they wrap is seen by itself
+        return None  # sparse tensors have none; those that they consist of are seen by themselves
