@@ -16,8 +16,7 @@ coding.py counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -260,7 +259,8 @@ class Collectives:
     def over(self, group: Group, values: torch.Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximum) of a small tensor over one of the model's groups, in place."""
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with self._explained(group), Wait("agree", group.ranks, events=self.events):
+        wait = Wait("agree", group.ranks, events=self.events)
+        with explained(group), self.agreement.blocked(), wait:
             dist.all_reduce(values, operation, group=group.process_group)
 
     def share(self, value: float, what: str, device: torch.device) -> list[float]:
@@ -312,18 +312,14 @@ class Collectives:
     def _blocking(self, finish: Finish, group: Group, names: Names) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
         verb, unit = names
-        with self._explained(group), Wait(verb, group.ranks, unit=unit, events=self.events):
+        wait = Wait(verb, group.ranks, unit=unit, events=self.events)
+        with explained(group), self.agreement.blocked(), wait:
             return finish()
 
     def _starting(self, start: Callable[[], Finish], group: Group) -> Finish:
         """Begin a hop; where a peer has ended, that fails at once."""
-        with self._explained(group):
-            return start()
-
-    @contextmanager
-    def _explained(self, group: Group) -> Iterator[None]:
         with explained(group), self.agreement.blocked():
-            yield
+            return start()
 
     def _interrupt(self) -> None:
         """Free a main thread that is blocked in a transfer which will never end."""

@@ -172,10 +172,10 @@ class Engine:
         Raises:
             ShardingError: there are some, in training.
         """
-        if all(
-            held == tuple(module._modules.values()) and count == len(module._parameters)
-            for module, held, count in self._structure
-        ):
+        for module, held, count in self._structure:
+            if held != tuple(module._modules.values()) or count != len(module._parameters):
+                break
+        else:
             return
         strangers = [
             name
@@ -195,7 +195,8 @@ class Engine:
     def look_at_trainability(self) -> list[Gradients]:
         """A forward begins: which parameters are in training? Returns gradients that are new."""
         with torch._C.DisableTorchFunctionSubclass():
-            pattern = tuple(one.requires_grad for unit in self.units for one in unit.parameters)
+            # A list first: no call for each parameter.
+            pattern = tuple([one.requires_grad for unit in self.units for one in unit.parameters])
         if pattern == self._pattern:
             return []
         self._pattern = pattern

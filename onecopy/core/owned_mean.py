@@ -243,7 +243,10 @@ class OwnedMean:
     @property
     def _has_foreign(self) -> bool:
         """Somebody has put gradients there, where there is no mean: it is added to them."""
-        return any(piece.grad is not None for _, piece in self.owned)
+        for _, piece in self.owned:
+            if piece.grad is not None:
+                return True
+        return False
 
     def _accumulate_at_rest(
         self, tier: MeanTier, result: torch.Tensor, flags: list[bool] | None

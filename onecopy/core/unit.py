@@ -461,11 +461,10 @@ class Unit:
         """Whether somebody has given a parameter other memory (`p.data = ...`)."""
         base, itemsize = self.flat.data_ptr(), self.flat.itemsize
         found = map(local_of, self.parameters) if self._has_dtensors else self.parameters
-        return any(
-            local.data_ptr() != base + start * itemsize
-            for start, local in zip(self.layout.starts, found, strict=True)
-            if local.numel()
-        )
+        for start, local in zip(self.layout.starts, found, strict=True):
+            if local.numel() and local.data_ptr() != base + start * itemsize:
+                return True
+        return False
 
     def _take_back(self) -> None:
         """Parameters with memory of their own: their values go into the flat buffer, they too."""
