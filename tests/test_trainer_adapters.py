@@ -152,7 +152,6 @@ def train_all_by_trl(runs: list[tuple[str, int | None]], folder: Path) -> list[S
     return [train_by_trl(kind, stage, folder) for kind, stage in runs]
 
 
-@pytest.mark.slow  # to import trl and datasets takes long
 def test_trainers_of_trl(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed: the test extra")
     kinds = ("sft", "sft, lora", "dpo")
