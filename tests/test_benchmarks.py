@@ -18,6 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_PARAMETERS = 928_512  # of the smallest model with 32 tokens
 
 
+def end_of(benchmark: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{benchmark}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_compare(tmp_path: Path) -> None:
     """The same training for all, bytes of the formulas, floors that send as much as the stages."""
@@ -25,17 +36,7 @@ def test_compare(tmp_path: Path) -> None:
     names = ["compute", "floor-0", "floor-1", "floor-3", "ddp", "fsdp2", "fsdp2-keep"]
     names += [f"onecopy-{stage}" for stage in stages]
     sizes = "--size 1m --context 32 --rounds 1 --steps 1".split()
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.compare", *sizes),
-            *("--output", str(tmp_path), "--contenders", *names),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = end_of("compare", *sizes, "--output", str(tmp_path), "--contenders", *names)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (run,) = json.loads((tmp_path / "compare.json").read_text())
     rows = {row["name"]: row for row in run["rows"]}
@@ -58,14 +59,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     sizes = ["--size", "1m", "--context", "32", "--rounds", "1"]
     options = ["--directory", str(tmp_path), "--json", str(record), "--contenders", *names]
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoints", *sizes, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = end_of("checkpoints", *sizes, *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
     assert list(rows) == names
@@ -98,17 +92,7 @@ def test_slow_network(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     names = ["onecopy-3", "fsdp2", "hsdp", "mics", "hpz", "zero++"]
     sizes = "--size 1m --context 32 --rounds 1 --steps 1 --speeds 400 0".split()
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.slow_network", *sizes),
-            *("--json", str(record), "--contenders", *names),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = end_of("slow_network", *sizes, "--json", str(record), "--contenders", *names)
     if "there can be no network of namespaces" in ended.stdout:
         pytest.skip(ended.stdout.splitlines()[-1])
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from onecopy.deepspeed_config.reading import AUTO, Reading
+from onecopy.deepspeed_config.reading import AUTO, Reading, meant
 
 __all__ = ["ARGUMENTS", "OptimizerCall", "map_optimizer"]
 
@@ -92,9 +91,9 @@ def _class_of(reading: Reading, kind: str) -> str | None:
     elif kind.lower() in REFUSED:
         reading.refused(TYPE, f"{REFUSED[kind.lower()]} is not among torch.optim: {YOUR_OWN}")
     elif kind not in ARGUMENTS:
-        near = difflib.get_close_matches(kind, ARGUMENTS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        reading.refused(TYPE, f"torch.optim has no {kind} that could be sharded.{hint} {YOUR_OWN}")
+        refusal = f"torch.optim has no {kind} that could be sharded."
+        hint = meant(kind, ARGUMENTS, "")
+        reading.refused(TYPE, " ".join(filter(None, (refusal, hint, YOUR_OWN))))
     else:
         return kind
     return None
@@ -128,7 +127,6 @@ def _answer_argument(reading: Reading, name: str, key: str, value: Any) -> None:
     if key == "max_grad_norm":
         reading.refused(path, "remove it, and say gradient_clipping, at the top")
     elif key not in ARGUMENTS[name]:
-        near = difflib.get_close_matches(key, ARGUMENTS[name], n=1)
-        hint = f"Did you mean {near[0]}?" if near else "Remove it"
+        hint = meant(key, ARGUMENTS[name], "Remove it")
         reading.refused(path, f"torch.optim.{name} does not take it. {hint}")
     reading.left(path, f"torch.optim.{name}({key}={value!r}), see the code")

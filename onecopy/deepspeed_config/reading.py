@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AUTO", "Answer", "Reading"]
+__all__ = ["AUTO", "Answer", "Reading", "meant"]
 
 AUTO = "auto"
 MAPPED, LEFT, IGNORED, REFUSED = "mapped", "left to you", "ignored", "refused"
 NOT_THERE = " (not there)"
+
+
+def meant(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The question after the nearest known word, or what to do where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,10 @@ DeepSpeed's documentation of learning rate schedulers, and its version 0.19.8.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from onecopy.deepspeed_config.reading import AUTO, Reading
+from onecopy.deepspeed_config.reading import AUTO, Reading, meant
 
 __all__ = ["OPEN_STEPS", "Schedule", "map_schedule"]
 
@@ -117,8 +116,7 @@ def map_schedule(reading: Reading) -> Schedule | None:
     """The schedule, where the configuration makes one."""
     name = reading.value(TYPE)
     if name is not None and name not in ARGUMENTS:
-        near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else "Remove the section, and make one yourself"
+        hint = meant(name, ARGUMENTS, "Remove the section, and make one yourself")
         reading.refused(TYPE, REMEDIES.get(name, f"there is no scheduler {name}. {hint}"))
     if name not in ARGUMENTS:
         for key in reading.inside(PARAMS):
@@ -140,8 +138,7 @@ def _schedule(reading: Reading, name: str) -> Schedule:
         if key == "last_batch_iteration":
             reading.ignored(path, "a checkpoint has the scheduler's state")
         elif key not in ARGUMENTS[name]:
-            near = difflib.get_close_matches(key, ARGUMENTS[name], n=1)
-            hint = f"Did you mean {near[0]}?" if near else "Remove it"
+            hint = meant(key, ARGUMENTS[name], "Remove it")
             reading.refused(path, f"{name} does not take it. {hint}")
         elif wrong := _wrong(key, value):
             reading.refused(path, wrong)
