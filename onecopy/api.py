@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from onecopy.comm.coding import Coding
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.nodes import find_machines, find_nodes, make_groups
+from onecopy.comm.neighbours import meet_neighbours
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config
@@ -490,11 +492,13 @@ def _shard_one(
         tensor=ranks.tensor,
         pipeline=ranks.pipeline,
     )
+    reads = device.type == "cpu" and not native and not os.environ.get("NOREAD")
+    neighbours = meet_neighbours(world) if reads else None
     collectives = Collectives(
         groups,
         key=key,
         model_number=number,
-        transports=transports_of(groups, native=native, quantize=quantize),
+        transports=transports_of(groups, native=native, quantize=quantize, neighbours=neighbours),
         events=events,
         watchdog=ranks.watchdog,
     )

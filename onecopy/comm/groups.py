@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "join_or_begin",
     "launched_node",
     "pair_group",
+    "timeout_of",
 ]
 
 
@@ -300,6 +302,13 @@ def end_host_group(group: Group) -> None:
         with suppress(ValueError):
             dist.destroy_process_group(group.process_group)
     object.__setattr__(group, "process_group", None)
+
+
+def timeout_of(group: Group) -> timedelta:
+    """How long a transfer in host memory may take."""
+    assert group.process_group is not None, "a rank that is alone transfers nothing"
+    timeout: timedelta = group.process_group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def check_backend(group: Group, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from onecopy.comm.codec import CODED_DTYPES, decode, encode
 from onecopy.comm.coding import SCALE_BYTES, Coding
 from onecopy.comm.feedback import Feedback
 from onecopy.comm.groups import Group, Groups
+from onecopy.comm.neighbours import Neighbours
 from onecopy.comm.transport import Finish, Hop, Mean, Messages, Native, Nothing, Parts, Transport
 from onecopy.policies import Quantize
 
@@ -44,13 +45,20 @@ class Transports(NamedTuple):
     across: Transport
 
 
-def transports_of(groups: Groups, *, native: bool, quantize: Quantize | None = None) -> Transports:
+def transports_of(
+    groups: Groups,
+    *,
+    native: bool,
+    quantize: Quantize | None = None,
+    neighbours: Neighbours | None = None,
+) -> Transports:
     """The transports of one model's collectives.
 
     Args:
         native: on the backend's own collectives.
+        neighbours: the ranks with which messages go by reading.
     """
-    plain: Transport = Native() if native else Messages()
+    plain: Transport = Native() if native else Messages(neighbours)
     if groups.world.is_imagined:
         plain = Nothing(native=native)
     if quantize is None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.groups import Group
+from onecopy.comm.neighbours import Neighbours, Post
 
 __all__ = [
     "Division",
@@ -218,11 +219,14 @@ class Nothing(Transport):
 
 
 class Messages(Transport):
-    """Messages from rank to rank (Gloo); empty slices send none."""
+    """Messages from rank to rank (Gloo), or to and from neighbours; empty slices send none."""
+
+    def __init__(self, neighbours: Neighbours | None = None) -> None:
+        self._neighbours = neighbours
 
     def gather(self, flat: torch.Tensor, own: torch.Tensor, hop: Hop) -> Finish:
         group, slices = hop.group, flat.split_with_sizes(hop.numels)
-        messages = _exchange(hop, slices, [own for _ in group.ranks])
+        messages = self._exchange(hop, slices, [own for _ in group.ranks])
 
         def wait() -> torch.Tensor:
             messages.wait()
@@ -234,7 +238,7 @@ class Messages(Transport):
         group, slices = hop.group, buffer.split_with_sizes(hop.numels)
         own = slices[group.rank]
         parts = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
-        messages = _exchange(hop, parts, slices)
+        messages = self._exchange(hop, parts, slices)
 
         def wait() -> torch.Tensor:
             messages.wait()
@@ -244,7 +248,7 @@ class Messages(Transport):
 
     def exchange(self, received: Parts, sent: Parts, hop: Hop) -> Finish:
         to_us, from_us, rank = received.each, sent.each, hop.group.rank
-        messages = _exchange(hop, to_us, from_us)
+        messages = self._exchange(hop, to_us, from_us)
         to_us[rank].copy_(from_us[rank])
 
         def wait() -> torch.Tensor:
@@ -255,6 +259,8 @@ class Messages(Transport):
 
     def interrupt(self, group: Group, tag: int) -> None:
         """Close the connections: a receive that times out fails every transfer of the group."""
+        if self._neighbours is not None:
+            self._neighbours.interrupt()
         never = torch.empty(1)
         try:
             work = _process_group(group).recv([never], _peers(group)[0], tag)
@@ -262,6 +268,28 @@ class Messages(Transport):
         except RuntimeError:
             # The expected end: the time-out is the purpose.
             return
+
+    def _exchange(
+        self, hop: Hop, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
+    ) -> _UnderWay:
+        """Start the messages of one hop: one to each peer, and one from it."""
+        group, tag, near = hop.group, hop.tag, self._neighbours or ()
+        process_group, works = _process_group(group), _UnderWay()
+        for peer in _peers(group):
+            if received[peer].numel():
+                rank, into = group.ranks[peer], received[peer]
+                if rank in near:
+                    works.add(near.take(into, rank, tag))
+                else:
+                    works.add(process_group.recv([into], peer, tag))
+        for peer in _peers(group):
+            if sent[peer].numel():
+                rank, part = group.ranks[peer], sent[peer]
+                if rank in near:
+                    works.add(near.give(part, rank, tag))
+                else:
+                    works.add(process_group.send([part], peer, tag))
+        return works
 
 
 class _UnderWay:
@@ -271,8 +299,12 @@ class _UnderWay:
     after a step would find the group blocked. So what nobody has waited for is waited for here.
     """
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    def __init__(self) -> None:
+        self._works: list[dist.Work | Post] = []
+
+    def add(self, work: dist.Work | Post) -> None:
+        """A message, or one side of it."""
+        self._works.append(work)
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -366,22 +398,6 @@ def _parts_of_ranks(
     for place, part in enumerate(buffer.split_with_sizes(hop.numels)):
         if part.numel():
             yield own if place == group.rank else part, group.ranks[place]
-
-
-def _exchange(
-    hop: Hop, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
-) -> _UnderWay:
-    """Start the messages of one hop: one to each peer, and one from it."""
-    process_group, peers = _process_group(hop.group), _peers(hop.group)
-    works = [
-        process_group.recv([received[peer]], peer, hop.tag)
-        for peer in peers
-        if received[peer].numel()
-    ]
-    works += [
-        process_group.send([sent[peer]], peer, hop.tag) for peer in peers if sent[peer].numel()
-    ]
-    return _UnderWay(works)
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:
