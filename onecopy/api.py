@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from onecopy.comm.coding import Coding
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
 from onecopy.comm.nodes import find_machines, find_nodes, make_groups
-from onecopy.comm.neighbours import meet_neighbours
+from onecopy.comm.neighbours import Neighbours, meet_neighbours
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config
@@ -111,6 +110,7 @@ class Ranks:
     machines: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh | ImaginedWorld | None
     watchdog: Watchdog | None
+    neighbours: Neighbours | None = None
     tensor: tuple[Group, ...] = ()
     pipeline: tuple[Group, ...] = ()
 
@@ -216,6 +216,7 @@ def shard(
             find_machines(world),
             mesh,
             watchdog,
+            _meet_neighbours(world, units[0][0].device, config),
             tensor=tensor_groups(models, world, comm_meshes.model_groups(mesh, "tensor")),
             pipeline=comm_meshes.model_groups(mesh, "pipeline"),
         )
@@ -453,6 +454,14 @@ def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str
     )
 
 
+def _meet_neighbours(world: Group, device: torch.device, config: Config) -> Neighbours | None:
+    """With whom this rank can do without messages: only where they would go through Gloo."""
+    is_native = comm_groups.has_native_collectives(world, device)
+    if config.neighbours == "send" or device.type != "cpu" or is_native:
+        return None
+    return meet_neighbours(world)
+
+
 def _choose_quantize(config: Config, ranks: Ranks, unit: UnitSpec) -> Config:
     """`config` with a decision in the place of quantize="auto", the same on all ranks."""
     if config.quantize != AUTO:
@@ -464,6 +473,7 @@ def _choose_quantize(config: Config, ranks: Ranks, unit: UnitSpec) -> Config:
         values=unit.dtypes.compute,
         gradients=unit.dtypes.reduce,
         native=comm_groups.has_native_collectives(ranks.world, unit.device),
+        neighbours=ranks.neighbours,
     )
     announce(decision.reason, is_first=ranks.are_first)
     return Config.make(config, {"quantize": decision.quantize}, origin=decision.reason)
@@ -492,13 +502,13 @@ def _shard_one(
         tensor=ranks.tensor,
         pipeline=ranks.pipeline,
     )
-    reads = device.type == "cpu" and not native and not os.environ.get("NOREAD")
-    neighbours = meet_neighbours(world) if reads else None
     collectives = Collectives(
         groups,
         key=key,
         model_number=number,
-        transports=transports_of(groups, native=native, quantize=quantize, neighbours=neighbours),
+        transports=transports_of(
+            groups, native=native, quantize=quantize, neighbours=ranks.neighbours
+        ),
         events=events,
         watchdog=ranks.watchdog,
     )

@@ -47,6 +47,7 @@ HYBRIDS = {
     "hfsdp": "node/node/world",
     "hpz": "node/world/world",
 }
+NEIGHBOURS = ("read", "send")
 SAVED_TENSORS = ("auto", "always")
 
 
@@ -88,6 +89,9 @@ class Config:
     quantize: a `Quantize`: gradients, and parameters that travel far, are sent in fewer bits.
         "zero++" is that with its defaults, those of the paper; "auto" lets `shard` decide from the
         speed of the network; None sends everything as it is. See docs/slow-networks.md.
+    neighbours: "read" lets ranks on CPUs of one machine read what they are sent straight from each
+        other's memory, where the system allows it; "send" has all go through the process group.
+        See docs/design.md.
     saved_tensors: "auto" watches the tensors that autograd saves while the order of use is being
         recorded, and goes on only where a unit is needed that no hook would have gathered;
         "always" watches every step.
@@ -112,6 +116,7 @@ class Config:
     whole_parameters: bool = False
     offload: Offload | str | None = None
     quantize: Quantize | str | None = None
+    neighbours: str = "read"
     saved_tensors: str = "auto"
     stall_seconds: float | None = 30.0
     sinks: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
@@ -122,6 +127,7 @@ class Config:
         _check_stage(self.stage)
         _check_node_size(self.node_size)
         _check_memory(self)
+        check_choice("neighbours", self.neighbours, NEIGHBOURS)
         check_choice("saved_tensors", self.saved_tensors, SAVED_TENSORS)
         check_switch("whole_parameters", self.whole_parameters)
         self._take_precision()

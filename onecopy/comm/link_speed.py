@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from onecopy.comm.codec import CODED_DTYPES
 from onecopy.comm.groups import Group, Groups
+from onecopy.comm.neighbours import Neighbours
 from onecopy.comm.quantized import Quantized, Transports, transports_of
 from onecopy.comm.transport import Finish, Hop, Mean, Nothing, Transport
 from onecopy.comm.waits import Wait
@@ -105,6 +106,7 @@ def decide(
     values: torch.dtype,
     gradients: torch.dtype,
     native: bool,
+    neighbours: Neighbours | None = None,
 ) -> Decision:
     """What to quantize between these ranks, the same on all; a collective.
 
@@ -114,12 +116,13 @@ def decide(
         groups: with hops across nodes.
         values, gradients: their dtypes on the wire.
         native: on the backend's own collectives.
+        neighbours: the ranks with which messages go by reading.
     """
     is_coded = values in CODED_DTYPES and gradients in CODED_DTYPES
     if groups.world.process_group is None or groups.num_nodes == 1 or not is_coded:
         return Decision(quantize=None, times={})
     wish = Quantize()
-    transports = transports_of(groups, native=native, quantize=wish)
+    transports = transports_of(groups, native=native, quantize=wish, neighbours=neighbours)
     measure = partial(_measure, groups.world, device, transports)
     with Wait("agree", groups.world.ranks):
         found = {kind.name: measure(kind) for kind in _kinds(groups, transports, values, gradients)}

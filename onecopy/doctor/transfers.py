@@ -15,6 +15,7 @@ import torch
 
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.groups import Group, has_native_collectives
+from onecopy.comm.neighbours import meet_neighbours
 from onecopy.comm.nodes import make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.transport import Division
@@ -41,11 +42,14 @@ def measure(world: Group, device: torch.device, say: Callable[[str], None]) -> I
     """
     native = has_native_collectives(world, device)
     groups = make_groups(world, "world")
+    reads = device.type == "cpu" and not native
     ways = Collectives(
         groups,
         key="doctor",
         model_number=MODEL_NUMBER,
-        transports=transports_of(groups, native=native),
+        transports=transports_of(
+            groups, native=native, neighbours=meet_neighbours(world) if reads else None
+        ),
         events=Events(),
     )
     try:
