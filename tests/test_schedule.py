@@ -43,9 +43,9 @@ def test_recorded_once_then_foreseen() -> None:
     assert _run(schedule, "evaluation", [b]) == [False]
     assert schedule.knows("evaluation")
     schedule.begin("forward")
-    assert schedule.upcoming() == (a, b, a)
+    assert tuple(schedule.upcoming()) == (a, b, a)
     schedule.use(a)
-    assert schedule.upcoming() == (b, a)
+    assert tuple(schedule.upcoming()) == (b, a)
 
 
 def test_a_changed_order_is_recorded_anew_and_said_once() -> None:

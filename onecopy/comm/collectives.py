@@ -97,6 +97,12 @@ class Collectives:
         self._transports = transports
         self._is_imagined = groups.world.is_imagined
         self._hops = Hops(groups, transports, self._starting, self._blocking)
+        every = transports.weights, transports.inside, transports.across
+        codes = [isinstance(one, Quantized) for one in every]
+        # Blocks of what is reduced are coded together, whatever lies in them.
+        self.quantizes_gradients = any(codes[1:])
+        # What `gather_values` collects is not always what the owners have.
+        self.quantizes_values = codes[0] and groups.shard.size > 1
         # Held: it lives as long as a model does.
         self._watchdog = watchdog
         if watchdog is not None:
@@ -144,18 +150,6 @@ class Collectives:
         hop = Hop(self.groups.shard, numels, self._tag(unit, GATHER))
         names, weights = self._names(verb, unit), self._transports.weights
         return Pending(*self._hops.gather(flat, own, hop, names, weights, secondary=secondary))
-
-    @property
-    def quantizes_gradients(self) -> bool:
-        """Blocks of what is reduced are coded together, whatever lies in them."""
-        transports = self._transports.inside, self._transports.across
-        return any(isinstance(one, Quantized) for one in transports)
-
-    @property
-    def quantizes_values(self) -> bool:
-        """What `gather_values` collects is not always what the owners have."""
-        is_alone = self.groups.shard.size == 1
-        return isinstance(self._transports.weights, Quantized) and not is_alone
 
     def as_sent(self, own: torch.Tensor) -> torch.Tensor:
         """What `gather_values` makes of this rank's slice, on all ranks."""

@@ -238,7 +238,7 @@ class Neighbours:
         post = Post(self, link, tensor)
         with self._lock:
             link.give(post, tag)
-        self._work.set()
+        self._wake()
         return post
 
     def take(self, tensor: torch.Tensor, rank: int, tag: int) -> Post:
@@ -247,7 +247,7 @@ class Neighbours:
         post = Post(self, link, tensor)
         with self._lock:
             link.take(post, tag)
-        self._work.set()
+        self._wake()
         return post
 
     def look(self) -> bool:
@@ -290,6 +290,10 @@ class Neighbours:
             finally:
                 self._lock.release()
         return True
+
+    def _wake(self) -> None:
+        if not self._work.is_set():
+            self._work.set()
 
     def _look(self) -> bool:
         links = self._links.values()

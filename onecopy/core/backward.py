@@ -135,7 +135,7 @@ class Backward:
         if not self._accumulates:
             return
         schedule = self._engine.schedule
-        is_foreseen = not schedule.is_recording and unit not in schedule.upcoming()
+        is_foreseen = not schedule.is_recording and not schedule.expects(unit)
         if unit.gradients is not None and (is_foreseen or not unit.open_calls):
             self.reduces.passed.add(unit)
             if self._reduces:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,7 +100,16 @@ class Engine:
         # Gathered units that somebody has demanded, in order.
         self._live: dict[Unit, None] = {}
         self._wishes = [f"unit {unit.name} ({type(unit.module).__name__})" for unit in self.units]
-        self._insides = {unit: _units_inside(unit, self.units) for unit in self.units}
+        self._of_module: dict[int, tuple[Unit, ...]] = {}
+        for unit in self.units:
+            key = id(unit.module)
+            self._of_module[key] = (*self._of_module.get(key, ()), unit)
+        self._insides = {
+            unit: frozenset(
+                other for module in unit.module.modules() for other in self.units_of(module)
+            )
+            for unit in self.units
+        }
         self._by_parameter = {
             id(parameter): (unit, index)
             for unit in self.units
@@ -124,7 +134,7 @@ class Engine:
 
     def units_of(self, module: nn.Module) -> tuple[Unit, ...]:
         """The units that are gathered around this module's forward."""
-        return tuple(unit for unit in self.units if unit.module is module)
+        return self._of_module.get(id(module), ())
 
     @property
     def is_held(self) -> bool:
@@ -270,7 +280,7 @@ class Engine:
         self._live[unit] = None
         self._agree(unit, wish or self._wishes[unit.number])
         if self._reads_ahead:
-            for other in (unit, *self.schedule.upcoming()[:FETCHED_AHEAD]):
+            for other in (unit, *islice(self.schedule.upcoming(), FETCHED_AHEAD)):
                 if other.state is UnitState.SHARDED and other.secondary is None:
                     other.slice.start_fetch()
         if self.collectives.quantizes_values and exactly != unit.is_exact:
@@ -477,9 +487,3 @@ def _structure_of(model: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | N
         (module, tuple(module._modules.values()), len(module._parameters))
         for module in model.modules()
     ]
-
-
-def _units_inside(unit: Unit, units: list[Unit]) -> frozenset[Unit]:
-    """The units whose module lies in this unit's module, or is the same."""
-    modules = {id(module) for module in unit.module.modules()}
-    return frozenset(other for other in units if id(other.module) in modules)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Schedule:
         self._known: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._key: Hashable | None = None
         self._expected: tuple[Unit, ...] = ()
+        self._last_uses: dict[Unit, int] = {}
         self._uses: list[Unit] = []
         self._is_followed = False
         self._has_warned = False
@@ -52,6 +53,7 @@ class Schedule:
         """A segment starts; segments with the same key are expected to be alike."""
         self._key = key
         self._expected = self._known.get(key, ())
+        self._last_uses = {unit: position for position, unit in enumerate(self._expected)}
         self._is_followed = key in self._known
         self._uses = []
 
@@ -66,9 +68,16 @@ class Schedule:
         self._leave(unit, position)
         return False
 
-    def upcoming(self) -> tuple[Unit, ...]:
+    def upcoming(self) -> Iterator[Unit]:
         """The units that will be needed next, in order; none while recording."""
-        return self._expected[len(self._uses) :] if self._is_followed else ()
+        if self._is_followed:
+            # Few are asked for, of very many: no copy of the rest.
+            for position in range(len(self._uses), len(self._expected)):
+                yield self._expected[position]
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether a unit will be needed again in this segment; unknown, and False, while recording."""
+        return self._is_followed and self._last_uses.get(unit, -1) >= len(self._uses)
 
     def end(self, *, failed: bool = False) -> None:
         """The segment is over; what was recorded is frozen, unless it ended by an exception."""
@@ -79,6 +88,7 @@ class Schedule:
             while len(self._known) > MOST_SEGMENTS:
                 self._known.popitem(last=False)
         self._key, self._is_followed, self._expected, self._uses = None, False, (), []
+        self._last_uses = {}
 
     def _leave(self, unit: Unit, position: int) -> None:
         self._is_followed = False
