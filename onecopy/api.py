@@ -20,8 +20,8 @@ from onecopy.comm import meshes as comm_meshes
 from onecopy.comm.coding import Coding
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.compare import check_equal, number_of_model
-from onecopy.comm.nodes import find_machines, find_nodes, make_groups
 from onecopy.comm.neighbours import Neighbours, meet_neighbours
+from onecopy.comm.nodes import find_machines, find_nodes, make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.watchdog import Watchdog, watch
 from onecopy.config import AUTO, Config

@@ -254,4 +254,3 @@ def test_nothing_goes_through_the_network() -> None:
     values = 3 * 3 * 4 * (512 * 512 + 512) * 4
     assert max(read) < 0.02 * values
     assert min(sent) > 0.9 * values
-

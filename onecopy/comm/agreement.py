@@ -21,8 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -127,23 +126,23 @@ class Agreement:
         keys = [f"{key}/{rank}" for rank in range(self._group.size)]
         return [item.decode() for item in self._store.multi_get(keys)]
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
+    def blocked(self) -> Blocked:
         """Around a blocking wait for a transfer: turns its failure into the ranks' verdict.
 
         Raises:
             DivergenceError: the wait failed because ranks had diverged.
             CommunicationError: it failed because a rank was killed, or ended with an error.
         """
-        self._is_blocked = True
-        try:
-            yield
-        except RuntimeError as error:
-            self._explain_failure()
-            self._raise_verdict(error)
-            raise
-        finally:
-            self._is_blocked = False
+        return Blocked(self)
+
+    def note_blocked(self, blocked: bool) -> None:
+        """The main thread waits for a transfer from now on, or no longer."""
+        self._is_blocked = blocked
+
+    def explain(self, error: RuntimeError) -> None:
+        """A transfer has failed: raise the verdict, where there is one or one is due."""
+        self._explain_failure()
+        self._raise_verdict(error)
 
     def close(self, failure: BaseException | None = None) -> None:
         """Tell the others that this rank takes part no longer, and what has ended it."""
@@ -357,6 +356,25 @@ class Agreement:
         """Free a blocked main thread once there is a verdict."""
         if self._is_blocked and self._verdict is not None:
             self._interrupt()
+
+
+class Blocked:
+    """See `Agreement.blocked`."""
+
+    __slots__ = ("_agreement",)
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def __enter__(self) -> None:
+        self._agreement.note_blocked(True)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                self._agreement.explain(error)
+        finally:
+            self._agreement.note_blocked(False)
 
 
 def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
-from onecopy.comm.groups import Group, Groups, explained
+from onecopy.comm.groups import Explained, Group, Groups
 from onecopy.comm.hops import Hops, Names, Reduction, Steps
 from onecopy.comm.quantized import Quantized, Transports
 from onecopy.comm.stall import Place
@@ -254,7 +254,7 @@ class Collectives:
         """Sum (or maximum) of a small tensor over one of the model's groups, in place."""
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         wait = Wait("agree", group.ranks, events=self.events)
-        with explained(group), self.agreement.blocked(), wait:
+        with Explained(group), self.agreement.blocked(), wait:
             dist.all_reduce(values, operation, group=group.process_group)
 
     def share(self, value: float, what: str, device: torch.device) -> list[float]:
@@ -307,12 +307,12 @@ class Collectives:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
         verb, unit = names
         wait = Wait(verb, group.ranks, unit=unit, events=self.events)
-        with explained(group), self.agreement.blocked(), wait:
+        with Explained(group), self.agreement.blocked(), wait:
             return finish()
 
     def _starting(self, start: Callable[[], Finish], group: Group) -> Finish:
         """Begin a hop; where a peer has ended, that fails at once."""
-        with explained(group), self.agreement.blocked():
+        with Explained(group), self.agreement.blocked():
             return start()
 
     def _interrupt(self) -> None:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 check_torch()
 
 __all__ = [
+    "Explained",
     "Group",
     "Groups",
     "advice_alone",
     "as_group",
     "check_backend",
     "end_host_group",
-    "explained",
     "has_begun",
     "has_native_collectives",
     "host_group",
@@ -125,22 +125,29 @@ class Groups:
         return list({id(one.process_group): one for one in every}.values())
 
 
-@contextmanager
-def explained(group: Group) -> Iterator[None]:
+class Explained:
     """Around a transfer: its failure is an error that names the ranks.
 
     Raises:
         CommunicationError: instead of what the backend raises.
     """
-    try:
-        yield
-    except OneCopyError:
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
-            f"({error}). Most often a peer has ended; its own output says why"
-        ) from error
+
+    # A class, as it is around every transfer: a generator costs several times as much.
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, OneCopyError):
+            group = self._group
+            raise CommunicationError(
+                f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
+                f"({error}). Most often a peer has ended; its own output says why"
+            ) from error
 
 
 def join_launched(backend: str | None = None, device: torch.device | None = None) -> None:

@@ -1,20 +1,20 @@
 """Ranks of one machine read what they are sent straight from each other's memory.
 
 Gloo sends bytes between processes of one machine through the network stack: copied into the kernel,
-split into packets, copied out again by a thread that has to be woken. Here a rank only *tells* its
+cut into packets, copied out again by a thread that has to be woken. Here a rank only *tells* its
 neighbour where the bytes lie, and the neighbour copies them from there to where they belong, once
-(`process_vm_readv`, cross-memory attach in MPI's words). What is told are records of 24 bytes through a
-socket that no network knows:
+(`process_vm_readv`; MPI calls it cross-memory attach). What is told are records of 24 bytes,
+through a socket that no network knows:
 
     OFFER tag address length    these bytes of mine are yours to read
     READ  tag                   I have them: they may change again
 
-Offers and receives of one tag meet in their order. They are looked after by whoever waits, whenever
-something is posted, and else by a thread, so that no rank waits for what another rank's program does
+Offers and receives of one tag meet in their order. They are looked after whenever something is
+posted, by whoever waits, and else by a thread: no rank waits for what another rank's program does
 in the meantime.
 
-Only Linux has the call, and it may be forbidden (by a container, or Yama); neighbours try it when they
-meet, pair by pair, and send messages where it fails.
+Only Linux has the call, and it may be forbidden (by a container, or by Yama). Neighbours try it
+when they meet, pair by pair, and send messages where it fails.
 """
 
 from __future__ import annotations

@@ -273,19 +273,19 @@ class Messages(Transport):
         self, hop: Hop, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
     ) -> _UnderWay:
         """Start the messages of one hop: one to each peer, and one from it."""
-        group, tag, near = hop.group, hop.tag, self._neighbours or ()
-        process_group, works = _process_group(group), _UnderWay()
+        group, tag, works = hop.group, hop.tag, _UnderWay()
+        process_group, near = _process_group(group), self._neighbours
         for peer in _peers(group):
-            if received[peer].numel():
-                rank, into = group.ranks[peer], received[peer]
-                if rank in near:
+            rank, into = group.ranks[peer], received[peer]
+            if into.numel():
+                if near is not None and rank in near:
                     works.add(near.take(into, rank, tag))
                 else:
                     works.add(process_group.recv([into], peer, tag))
         for peer in _peers(group):
-            if sent[peer].numel():
-                rank, part = group.ranks[peer], sent[peer]
-                if rank in near:
+            rank, part = group.ranks[peer], sent[peer]
+            if part.numel():
+                if near is not None and rank in near:
                     works.add(near.give(part, rank, tag))
                 else:
                     works.add(process_group.send([part], peer, tag))

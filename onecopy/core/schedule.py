@@ -76,7 +76,7 @@ class Schedule:
                 yield self._expected[position]
 
     def expects(self, unit: Unit) -> bool:
-        """Whether a unit will be needed again in this segment; unknown, and False, while recording."""
+        """Whether a unit will be needed again in this segment; False while recording."""
         return self._is_followed and self._last_uses.get(unit, -1) >= len(self._uses)
 
     def end(self, *, failed: bool = False) -> None:
