@@ -36,7 +36,7 @@ from benchmarks.measure import LiveBytes, Plan, Turns
 from benchmarks.model import SIZES
 from benchmarks.network import CannotMakeNodesError, Network, network
 
-DTYPES = ("fp32", "bf16")
+DTYPES, NEIGHBOURS = ("fp32", "bf16"), ("read", "send")
 # Of each process: what Python and torch take; and per parameter, with what is under way.
 BASE_BYTES, BYTES_PER_PARAMETER = 350 << 20, 22
 MOST_OF_MEMORY = 0.8
@@ -71,6 +71,7 @@ def _settings(options: argparse.Namespace, disk: str) -> Iterator[Setting]:
             micro_batch=rows,
             context=options.context,
             disk=disk,
+            neighbours=options.neighbours,
         )
 
 
@@ -217,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=10, help="turns of each contender (default 10)")
     add("--steps", type=int, default=2, help="timed steps per turn (default 2)")
     add("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT, metavar="NAME")
+    add("--neighbours", choices=NEIGHBOURS, default="read", help="how ours get bytes to peers")
     add("--disk", type=Path, help="folder on the drive for states on disk (default: the system's)")
     add("--same-allocator", action="store_true", help="mallopt for all, as shard() does it")
     add(

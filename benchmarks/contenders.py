@@ -82,6 +82,8 @@ class Setting:
     """What is the same for all contenders of a run.
 
     disk: a folder for states on disk, of those that have any there.
+    neighbours: whether ours read from one another, or send: see `onecopy.Config`.
+    device: where all compute.
     """
 
     size: str
@@ -90,6 +92,8 @@ class Setting:
     micro_batch: int
     context: int
     disk: str = ""
+    neighbours: str = "read"
+    device: str = "cpu"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +122,7 @@ def build(name: str, setting: Setting) -> Contender:
     """A contender, in the default process group."""
     make = _maker(name)
     torch.manual_seed(0)
-    model = GPT(SIZES[setting.size], setting.context)
+    model = GPT(SIZES[setting.size], setting.context).to(setting.device)
     if dist.get_world_size() > 1:
         dist.barrier()
     begin = time.perf_counter()
@@ -210,7 +214,8 @@ def _onecopy(name: str, model: nn.Module, setting: Setting) -> Contender:
     if settings.get("offload") == "nvme":
         settings["offload"] = f"nvme:{setting.disk}"
     optimizer = adamw(list(model.parameters()))
-    onecopy.shard(model, optimizer, precision=setting.dtype, **settings)
+    settings |= {"precision": setting.dtype, "neighbours": setting.neighbours}
+    onecopy.shard(model, optimizer, **settings)
 
     def settle() -> None:
         # Stages 1 and 2 leave updated values under way until they are touched.

@@ -53,6 +53,21 @@ def test_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_accelerator(tmp_path: Path) -> None:
+    """Without one: the same losses as plain PyTorch, and bytes of states that came and went."""
+    sizes = "--device cpu --size 1m --context 32 --micro-batch 1 --rounds 1 --steps 1".split()
+    ended = end_of("accelerator", *sizes, "--output", str(tmp_path))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = json.loads((tmp_path / "accelerator.json").read_text())
+    rows = {row["name"]: row for row in run["rows"]}
+    # Gradients go down, new values come up.
+    assert rows["onecopy-3-cpu"]["up"] == pytest.approx(4 * NUM_PARAMETERS / 1e6, rel=0.05)
+    assert rows["onecopy-3-cpu"]["down"] == pytest.approx(4 * NUM_PARAMETERS / 1e6, rel=0.05)
+    assert all(row["of_plain"] > 0 for row in rows.values())
+    assert "onecopy-3-cpu" in (tmp_path / "accelerator.md").read_text()
+
+
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     """Everybody goes on from what was loaded as from what was saved; nothing stays behind."""
     names = ["disk", "disk-early", "ddp", "fsdp2", "onecopy-3"]

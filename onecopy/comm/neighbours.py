@@ -214,6 +214,11 @@ class Neighbours:
     def __len__(self) -> int:
         return len(self._links)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of them, ascending."""
+        return tuple(sorted(self._links))
+
     def add(self, rank: int, process: int, to: socket.socket) -> None:
         """A neighbour that has been met."""
         to.setblocking(False)

@@ -34,6 +34,7 @@ def advise_ranks(
             *_versions(reports),
             *_clocks(reports),
             *_transfers(reports),
+            *_neighbours(reports),
             *_training(reports),
         ]
     )
@@ -198,6 +199,29 @@ def _transfers(reports: Sequence[RankReport]) -> Iterator[Finding]:
         )
     elif reports and reports[0].transfers and not any(report.error for report in reports):
         yield from _bandwidth(reports[0])
+
+
+def _neighbours(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    """Ranks on CPUs of one machine that send what they could read."""
+    for report in reports:
+        if report.error or report.device != "cpu" or report.rank >= len(report.cards):
+            continue
+        host = report.cards[report.rank].host
+        here = {one.rank for one in report.cards if one.host == host} - {report.rank}
+        apart = sorted(here - set(report.neighbours))
+        if apart:
+            yield Finding(
+                level=NOTE,
+                topic="self-test",
+                seen=f"rank {report.rank} and {_listed(apart)} of {host} do not read each other's "
+                "memory: what they exchange goes through the network stack",
+                why="the system forbids process_vm_readv between them (a container's profile, or "
+                "kernel.yama.ptrace_scope above 1), they are in containers of their own, or this "
+                "is not Linux",
+                remedy="training is right all the same, with about twice the cost of transfers. "
+                "Start the ranks of a machine in one container, with --cap-add SYS_PTRACE",
+            )
+            return
 
 
 def _bandwidth(report: RankReport) -> Iterator[Finding]:

@@ -61,6 +61,7 @@ class RankReport:
     others: what the other ranks were at, when this one did not come further.
     clocks: seconds by which a machine's clock is ahead of the first rank's, by its first rank.
     copy: bytes that this rank copies in a second, where the tensors lie.
+    neighbours: the ranks whose memory this one reads, and that read its own.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class RankReport:
     others: Mapping[int, str] = field(default_factory=dict)
     clocks: Mapping[int, float] = field(default_factory=dict)
     copy: float | None = None
+    neighbours: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     training: Training | None = None
 
@@ -91,6 +93,7 @@ class RankReport:
                 "cards": tuple(Card(**one) for one in values["cards"]),
                 "others": {int(rank): what for rank, what in values["others"].items()},
                 "clocks": {int(rank): ahead for rank, ahead in values["clocks"].items()},
+                "neighbours": tuple(values["neighbours"]),
                 "transfers": tuple(Transfer(**one) for one in values["transfers"]),
                 "training": None if training is None else Training(**training),
             }

@@ -27,7 +27,7 @@ from onecopy.doctor.network import look_at_network
 from onecopy.doctor.results import Card, RankReport
 from onecopy.doctor.software import look_at_software
 from onecopy.doctor.step import compare_step
-from onecopy.doctor.transfers import copy_speed, measure
+from onecopy.doctor.transfers import copy_speed, measure, meet
 from onecopy.errors import OneCopyError
 from onecopy.launcher import local_place
 
@@ -138,7 +138,9 @@ class RankTest:
         self._found(copy=copy_speed(self._device))
         if world.process_group is None:
             return  # one rank alone sends nothing
-        for transfer in measure(world, self._device, self._at):
+        neighbours = meet(world, self._device)
+        self._found(neighbours=() if neighbours is None else neighbours.ranks)
+        for transfer in measure(world, self._device, self._at, neighbours):
             self._found(transfers=(*self._report.transfers, transfer))
 
     def _leave(self) -> None:

@@ -15,14 +15,14 @@ import torch
 
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.groups import Group, has_native_collectives
-from onecopy.comm.neighbours import meet_neighbours
+from onecopy.comm.neighbours import Neighbours, meet_neighbours
 from onecopy.comm.nodes import make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.transport import Division
 from onecopy.doctor.results import SIZES, Transfer
 from onecopy.events import Events
 
-__all__ = ["VERBS", "copy_speed", "measure"]
+__all__ = ["VERBS", "copy_speed", "measure", "meet"]
 
 REFRESHED_UNITS = 4
 VERB_SECONDS = 0.25  # in which a transfer is repeated
@@ -34,22 +34,28 @@ MODEL_NUMBER = (1 << 14) - 1
 PERIOD = 251  # values repeat after it; a prime, so that no shifted slice looks right
 
 
-def measure(world: Group, device: torch.device, say: Callable[[str], None]) -> Iterator[Transfer]:
+def meet(world: Group, device: torch.device) -> Neighbours | None:
+    """The ranks that read each other's memory, as `shard` finds them; a collective."""
+    is_native = has_native_collectives(world, device)
+    return None if device.type != "cpu" or is_native else meet_neighbours(world)
+
+
+def measure(
+    world: Group, device: torch.device, say: Callable[[str], None], neighbours: Neighbours | None
+) -> Iterator[Transfer]:
     """Each verb at each size, in an order that all ranks keep.
 
     Args:
         say: told what comes next.
+        neighbours: as `meet` has found them.
     """
     native = has_native_collectives(world, device)
     groups = make_groups(world, "world")
-    reads = device.type == "cpu" and not native
     ways = Collectives(
         groups,
         key="doctor",
         model_number=MODEL_NUMBER,
-        transports=transports_of(
-            groups, native=native, neighbours=meet_neighbours(world) if reads else None
-        ),
+        transports=transports_of(groups, native=native, neighbours=neighbours),
         events=Events(),
     )
     try:
