@@ -131,7 +131,10 @@ def measured(fault: str) -> list[bool]:
     if fault and world.rank == 0:
         setattr(Collectives, fault, wrong)
     try:
-        return [one.is_exact for one in transfers.measure(world, CPU, lambda what: None, transfers.meet(world, CPU))]
+        return [
+            one.is_exact
+            for one in transfers.measure(world, CPU, lambda what: None, transfers.meet(world, CPU))
+        ]
     finally:
         if original is not None:
             setattr(Collectives, fault, original)
