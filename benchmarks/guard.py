@@ -77,7 +77,8 @@ def _count_steps(blocks: int, settings: dict[str, Any] | None) -> dict[str, Coun
     model = nn.Sequential(*(Block() for _ in range(blocks)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     if settings is not None:
-        onecopy.shard(model, optimizer, **settings)
+        # How often neighbours look depends on when the other has come.
+        onecopy.shard(model, optimizer, neighbours="send", **settings)
     x = torch.randn(BATCH, WIDTH)
 
     def step() -> None:

@@ -63,6 +63,7 @@ class Agreement:
 
     Attributes:
         position: how many uses of units have been counted so far.
+        is_blocked: the main thread waits for a transfer; see `blocked`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Agreement:
         self._wishes: deque[str] = deque(maxlen=HISTORY)
         self._voted: set[int] = set()
         self._lock = threading.Lock()
-        self._is_blocked = False
+        self.is_blocked = False
         self._is_voting = False
         self._verdict: tuple[type[OneCopyError], str] | None = None
         self._processes: dict[int, str] = {}
@@ -135,12 +136,12 @@ class Agreement:
         """
         return Blocked(self)
 
-    def note_blocked(self, blocked: bool) -> None:
-        """The main thread waits for a transfer from now on, or no longer."""
-        self._is_blocked = blocked
-
     def explain(self, error: RuntimeError) -> None:
-        """A transfer has failed: raise the verdict, where there is one or one is due."""
+        """A transfer has failed.
+
+        Raises:
+            DivergenceError, CommunicationError: where that is the verdict, or is about to be.
+        """
         self._explain_failure()
         self._raise_verdict(error)
 
@@ -269,7 +270,7 @@ class Agreement:
 
     @property
     def _is_waiting(self) -> bool:
-        return self._is_voting or self._is_blocked
+        return self._is_voting or self.is_blocked
 
     def look(self) -> None:
         """Post this rank's position, vote where others wait, and hear of a verdict."""
@@ -354,7 +355,7 @@ class Agreement:
 
     def interrupt_if_blocked(self) -> None:
         """Free a blocked main thread once there is a verdict."""
-        if self._is_blocked and self._verdict is not None:
+        if self.is_blocked and self._verdict is not None:
             self._interrupt()
 
 
@@ -367,14 +368,14 @@ class Blocked:
         self._agreement = agreement
 
     def __enter__(self) -> None:
-        self._agreement.note_blocked(True)
+        self._agreement.is_blocked = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if isinstance(error, RuntimeError):
                 self._agreement.explain(error)
         finally:
-            self._agreement.note_blocked(False)
+            self._agreement.is_blocked = False
 
 
 def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:

@@ -17,12 +17,13 @@ coding.py counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
-from onecopy.comm.groups import Explained, Group, Groups
+from onecopy.comm.groups import Explained, Group, Groups, raise_explained
 from onecopy.comm.hops import Hops, Names, Reduction, Steps
 from onecopy.comm.quantized import Quantized, Transports
 from onecopy.comm.stall import Place
@@ -32,6 +33,8 @@ from onecopy.comm.watchdog import Watchdog
 from onecopy.events import Events
 
 __all__ = ["Collectives", "Pending"]
+
+R = TypeVar("R")
 
 # Tags: each model has a range of its own in the process group, each unit two tags in it.
 TAGS_PER_MODEL = 1 << 16
@@ -96,7 +99,7 @@ class Collectives:
         self._first_tag = (1 + model_number % (1 << 14)) * TAGS_PER_MODEL
         self._transports = transports
         self._is_imagined = groups.world.is_imagined
-        self._hops = Hops(groups, transports, self._starting, self._blocking)
+        self._hops = Hops(groups, transports, self._guarded, self._blocking)
         every = transports.weights, transports.inside, transports.across
         codes = [isinstance(one, Quantized) for one in every]
         # Blocks of what is reduced are coded together, whatever lies in them.
@@ -306,14 +309,22 @@ class Collectives:
     def _blocking(self, finish: Finish, group: Group, names: Names) -> torch.Tensor:
         """Wait for a hop; a failure names the ranks, and divergence explains it where it was."""
         verb, unit = names
-        wait = Wait(verb, group.ranks, unit=unit, events=self.events)
-        with Explained(group), self.agreement.blocked(), wait:
-            return finish()
+        with Wait(verb, group.ranks, unit=unit, events=self.events):
+            return self._guarded(finish, group)
 
-    def _starting(self, start: Callable[[], Finish], group: Group) -> Finish:
-        """Begin a hop; where a peer has ended, that fails at once."""
-        with Explained(group), self.agreement.blocked():
-            return start()
+    def _guarded(self, act: Callable[[], R], group: Group) -> R:
+        """Begin a hop, or wait for it; where a peer has ended, that fails at once."""
+        # As `Explained` and `Agreement.blocked` do it, for what every transfer comes through.
+        agreement = self.agreement
+        agreement.is_blocked = True
+        try:
+            return act()
+        except RuntimeError as error:
+            agreement.explain(error)
+            raise_explained(group, error)
+            raise
+        finally:
+            agreement.is_blocked = False
 
     def _interrupt(self) -> None:
         """Free a main thread that is blocked in a transfer which will never end."""

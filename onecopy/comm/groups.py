@@ -38,6 +38,7 @@ __all__ = [
     "join_or_begin",
     "launched_node",
     "pair_group",
+    "raise_explained",
     "timeout_of",
 ]
 
@@ -132,7 +133,6 @@ class Explained:
         CommunicationError: instead of what the backend raises.
     """
 
-    # A class, as it is around every transfer: a generator costs several times as much.
     __slots__ = ("_group",)
 
     def __init__(self, group: Group) -> None:
@@ -142,12 +142,17 @@ class Explained:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, OneCopyError):
-            group = self._group
-            raise CommunicationError(
-                f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
-                f"({error}). Most often a peer has ended; its own output says why"
-            ) from error
+        if isinstance(error, RuntimeError):
+            raise_explained(self._group, error)
+
+
+def raise_explained(group: Group, error: RuntimeError) -> None:
+    """Raise a CommunicationError that names the ranks, unless the error is one of ours already."""
+    if not isinstance(error, OneCopyError):
+        raise CommunicationError(
+            f"rank {group.ranks[group.rank]}: a transfer with ranks {list(group.ranks)} failed "
+            f"({error}). Most often a peer has ended; its own output says why"
+        ) from error
 
 
 def join_launched(backend: str | None = None, device: torch.device | None = None) -> None:

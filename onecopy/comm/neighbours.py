@@ -42,7 +42,7 @@ import torch
 from onecopy.comm.compare import gather_objects
 from onecopy.comm.groups import Group, timeout_of
 
-__all__ = ["Neighbours", "Post", "meet_neighbours"]
+__all__ = ["Link", "Neighbours", "Post", "meet_neighbours"]
 
 OFFER, READ = 0, 1
 RECORD = struct.Struct("=IIQQ")  # kind, tag, address, bytes
@@ -96,7 +96,7 @@ class Post:
 
     __slots__ = ("_link", "_neighbours", "is_done", "tensor")
 
-    def __init__(self, neighbours: Neighbours, link: _Link, tensor: torch.Tensor) -> None:
+    def __init__(self, neighbours: Neighbours, link: Link, tensor: torch.Tensor) -> None:
         self._neighbours, self._link = neighbours, link
         self.tensor = tensor
         self.is_done = False
@@ -112,7 +112,7 @@ class Post:
         return True
 
 
-class _Link:
+class Link:
     """One neighbour: its process, the socket to it, and what is posted and not yet met, by tag."""
 
     def __init__(self, rank: int, process: int, to: socket.socket) -> None:
@@ -196,38 +196,30 @@ class _Link:
 
 
 class Neighbours:
-    """The other ranks of a model that this rank can read from, and that can read from it."""
+    """The other ranks of a model that this rank can read from, and that can read from it.
+
+    links: by their global ranks.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._links: dict[int, _Link] = {}
+        self.links: dict[int, Link] = {}
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._failure = ""
         self._num_waiting = 0
+        # Set while the thread has to look.
         self._work = threading.Event()
-        self._process = os.getpid()
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._links
-
-    def __len__(self) -> int:
-        return len(self._links)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks of them, ascending."""
-        return tuple(sorted(self._links))
 
     def add(self, rank: int, process: int, to: socket.socket) -> None:
         """A neighbour that has been met."""
         to.setblocking(False)
-        self._links[rank] = _Link(rank, process, to)
+        self.links[rank] = Link(rank, process, to)
         self._poll.register(to, select.POLLIN)
 
     def begin(self) -> None:
         """All have been met."""
-        sockets = [link.socket for link in self._links.values()]
+        sockets = [link.socket for link in self.links.values()]
         stop = threading.Event()
         weakref.finalize(self, _close, sockets, stop, self._work, os.getpid()).atexit = False
         threading.Thread(
@@ -237,22 +229,22 @@ class Neighbours:
             daemon=True,
         ).start()
 
-    def give(self, tensor: torch.Tensor, rank: int, tag: int) -> Post:
+    def give(self, tensor: torch.Tensor, link: Link, tag: int) -> Post:
         """Let a neighbour read a contiguous tensor; until the post is done it must not change."""
-        link = self._links[rank]
         post = Post(self, link, tensor)
         with self._lock:
             link.give(post, tag)
-        self._wake()
+        if not self._work.is_set():
+            self._work.set()
         return post
 
-    def take(self, tensor: torch.Tensor, rank: int, tag: int) -> Post:
+    def take(self, tensor: torch.Tensor, link: Link, tag: int) -> Post:
         """Read what a neighbour gives, or will give, into a contiguous tensor."""
-        link = self._links[rank]
         post = Post(self, link, tensor)
         with self._lock:
             link.take(post, tag)
-        self._wake()
+        if not self._work.is_set():
+            self._work.set()
         return post
 
     def look(self) -> bool:
@@ -260,7 +252,7 @@ class Neighbours:
         with self._lock:
             return self._look()
 
-    def wait(self, post: Post, link: _Link, timeout: timedelta | None) -> None:
+    def wait(self, post: Post, link: Link, timeout: timedelta | None) -> None:
         """Until it is done, going on with all others meanwhile."""
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         self._num_waiting += 1
@@ -275,7 +267,7 @@ class Neighbours:
                     raise RuntimeError(why)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out waiting for rank {link.rank}")
-                is_stuck = any(one.outgoing for one in self._links.values())
+                is_stuck = any(one.outgoing for one in self.links.values())
                 self._poll.poll(1 if is_stuck else LOOK_EVERY_MS)
         finally:
             self._num_waiting -= 1
@@ -296,12 +288,8 @@ class Neighbours:
                 self._lock.release()
         return True
 
-    def _wake(self) -> None:
-        if not self._work.is_set():
-            self._work.set()
-
     def _look(self) -> bool:
-        links = self._links.values()
+        links = self.links.values()
         for link in links:
             if not link.is_closed:
                 link.look()
@@ -358,7 +346,7 @@ def meet_neighbours(world: Group) -> Neighbours | None:
         here = [at for at, one in enumerate(cards) if one and one[:2] == card[:2]]
         for at, process, to in _connections(world.rank, here, cards, listener):
             neighbours.add(world.ranks[at], process, to)
-    if not len(neighbours):
+    if not neighbours.links:
         return None
     neighbours.begin()
     return neighbours

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.groups import Group
-from onecopy.comm.neighbours import Neighbours, Post
+from onecopy.comm.neighbours import Link, Neighbours, Post
 
 __all__ = [
     "Division",
@@ -273,23 +273,27 @@ class Messages(Transport):
         self, hop: Hop, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
     ) -> _UnderWay:
         """Start the messages of one hop: one to each peer, and one from it."""
-        group, tag, works = hop.group, hop.tag, _UnderWay()
-        process_group, near = _process_group(group), self._neighbours
+        group, tag, near = hop.group, hop.tag, self._neighbours
+        links: Mapping[int, Link] = {} if near is None else near.links
+        process_group = _process_group(group)
+        works: list[dist.Work | Post] = []
         for peer in _peers(group):
-            rank, into = group.ranks[peer], received[peer]
-            if into.numel():
-                if near is not None and rank in near:
-                    works.add(near.take(into, rank, tag))
-                else:
-                    works.add(process_group.recv([into], peer, tag))
+            into, link = received[peer], links.get(group.ranks[peer])
+            if not into.numel():
+                continue
+            if near is None or link is None:
+                works.append(process_group.recv([into], peer, tag))
+            else:
+                works.append(near.take(into, link, tag))
         for peer in _peers(group):
-            rank, part = group.ranks[peer], sent[peer]
-            if part.numel():
-                if near is not None and rank in near:
-                    works.add(near.give(part, rank, tag))
-                else:
-                    works.add(process_group.send([part], peer, tag))
-        return works
+            part, link = sent[peer], links.get(group.ranks[peer])
+            if not part.numel():
+                continue
+            if near is None or link is None:
+                works.append(process_group.send([part], peer, tag))
+            else:
+                works.append(near.give(part, link, tag))
+        return _UnderWay(works)
 
 
 class _UnderWay:
@@ -299,12 +303,8 @@ class _UnderWay:
     after a step would find the group blocked. So what nobody has waited for is waited for here.
     """
 
-    def __init__(self) -> None:
-        self._works: list[dist.Work | Post] = []
-
-    def add(self, work: dist.Work | Post) -> None:
-        """A message, or one side of it."""
-        self._works.append(work)
+    def __init__(self, works: list[dist.Work | Post]) -> None:
+        self._works = works
 
     def wait(self) -> None:
         works, self._works = self._works, []

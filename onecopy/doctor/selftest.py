@@ -139,7 +139,7 @@ class RankTest:
         if world.process_group is None:
             return  # one rank alone sends nothing
         neighbours = meet(world, self._device)
-        self._found(neighbours=() if neighbours is None else neighbours.ranks)
+        self._found(neighbours=() if neighbours is None else tuple(neighbours.links))
         for transfer in measure(world, self._device, self._at, neighbours):
             self._found(transfers=(*self._report.transfers, transfer))
 
