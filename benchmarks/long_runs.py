@@ -35,8 +35,8 @@ from benchmarks.contenders import ONECOPY, Setting, build
 from benchmarks.measure import resident, train_step
 
 STAGES = tuple(f"onecopy-{stage}" for stage in range(4))
-# The first of the looks at memory comes when caches are full and schedules recorded.
-WARM_STEPS, LOOKS = 50, 10
+# The first looks at memory come when caches are full: those of torch and Python fill slowly.
+WARM_STEPS, LOOKS = 200, 10
 MOST_GROWTH_BYTES, MOST_NEW_BLOCKS = 4 << 20, 200
 WIDTH, BATCH = 8, 2
 SLOW_RANK, SLOW_SECONDS, SLOW_STEPS, SLOW_NPROC = 2, 0.05, 8, 4

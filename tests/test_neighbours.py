@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import socket
@@ -24,6 +25,21 @@ from onecopy.errors import ConfigError
 from tests import models
 from tests.pool import Pool
 from tests.runs import OPTIMIZERS, full_values
+
+
+def reason_against() -> str:
+    """Why nobody reads here; empty where they do."""
+    if module._readv() is None:
+        return "the system has no process_vm_readv"
+    source, target = ctypes.create_string_buffer(8), ctypes.create_string_buffer(8)
+    try:
+        module._read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 8)
+    except OSError as error:
+        return f"process_vm_readv is forbidden: {error}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against())
 
 Pair = tuple[Neighbours, Neighbours]
 LONG, SHORT = timedelta(seconds=30), timedelta(milliseconds=50)
