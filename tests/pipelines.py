@@ -284,6 +284,7 @@ def compare(plan: Plan, runs: list[Run], expected: Run, **tolerance: float) -> N
                 for first in range(start, len(expected.losses), size)
                 for (loss,) in expected.losses[first : first + plan.micro]
             ]
-            assert losses == pytest.approx(of_rank, abs=tolerance.get("atol", 0), rel=0)
+            allowed = {"abs": tolerance.get("atol", 0), "rel": tolerance.get("rtol", 0)}
+            assert losses == pytest.approx(of_rank, **allowed)
         assert run.norms == pytest.approx(expected.norms)
     assert names == expected.values.keys()

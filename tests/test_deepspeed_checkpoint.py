@@ -361,7 +361,7 @@ WITH_SETTINGS = [case for case in CASES if "elastic" not in case]
 
 @pytest.mark.parametrize("case", [c for c in WITH_SETTINGS if "round-robin" not in c])
 def test_the_next_step_is_deepspeeds_next_step(case: str) -> None:
-    """With the gradients that DeepSpeed had, bit for bit where torch's AdamW made the step."""
+    """With the gradients that DeepSpeed had, but for rounding: other processors made the files."""
     model, optimizer = plain_from(case)
     expected = expected_of(case)
     assert optimizer.param_groups[1]["lr"] == 0.025
@@ -374,7 +374,8 @@ def test_the_next_step_is_deepspeeds_next_step(case: str) -> None:
         parameter = model.get_parameter(name)
         found = {"fp32": parameter.detach(), **optimizer.state[parameter]}
         for key, value in values.items():
-            tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-7}
+            # Where torch's AdamW made the step: the last bit depends on the vector instructions.
+            tolerance = {"rtol": 5e-7, "atol": 1e-8} if exact else {"rtol": 1e-5, "atol": 1e-7}
             torch.testing.assert_close(found[key], value, **tolerance)
         assert found["step"] == STEPS + 1
         assert not torch.equal(values["fp32"], expected["now"][name]["fp32"])
