@@ -271,7 +271,7 @@ def _samples(named: Named, division: Division) -> dict[str, dict[Any, Any]]:
     found: dict[str, dict[Any, Any]] = {}
     for model in named.models:
         for unit in model.engine.units:
-            for piece in unit.layout.pieces(unit.slice.rank):
+            for piece in unit.slice.places:
                 parameter = unit.parameters[piece.index]
                 if model.name_of(parameter) not in division.twins:
                     continue

@@ -194,7 +194,7 @@ class _Targets:
         names = Names(self._source, self._named, self._division)
         for model in self._named.models:
             for unit in model.engine.units:
-                for piece in unit.layout.pieces(unit.slice.rank):
+                for piece in unit.slice.places:
                     self._add(names, range_to_load(model, unit, piece))
             for key, tensor in alike_in(model).items():
                 place = model.places.get(id(tensor))

@@ -95,6 +95,8 @@ class Engine:
         self.forwards: list[Hashable] = []
         self._held = 0
         self._keeps = 0
+        # What was released with its values kept, inside `keep`.
+        self._kept: dict[Unit, None] = {}
         # Gathers send what is on disk.
         self._reads_ahead = isinstance(config.offload, Offload) and config.offload.path is not None
         # Gathered units that somebody has demanded, in order.
@@ -149,7 +151,7 @@ class Engine:
     @property
     def gathers(self) -> bool:
         """A pass that begins now has its values from other ranks."""
-        has_kept = self.keeps and any(unit.state is UnitState.KEPT for unit in self.units)
+        has_kept = any(unit.state is UnitState.KEPT for unit in self._kept)
         return not self._held and not has_kept
 
     def check_parameters(self) -> None:
@@ -335,6 +337,8 @@ class Engine:
         """The unit's values are not needed for now (nothing happens where they are kept)."""
         if unit.releases and not self._held and unit.state is UnitState.GATHERED:
             self._live.pop(unit, None)
+            if self._keeps:
+                self._kept[unit] = None
             unit.release(settled=settled, keep=self._keeps > 0)
             if _is_any_autocast_enabled():
                 # Its cache would keep a cast copy of the values that were just given back.
@@ -451,8 +455,9 @@ class Engine:
 
     def _forget(self) -> None:
         """Give back what `keep` has kept."""
-        for unit in self.units:
+        for unit in self._kept:
             unit.forget()
+        self._kept.clear()
 
     def flush(self) -> None:
         """Bring updates that are under way into the parameters; all ranks together."""

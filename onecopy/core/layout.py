@@ -19,6 +19,7 @@ which of its parameters to step. Trailers and alignment belong to the padding in
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,12 +162,28 @@ class Layout:
 
     def pieces_between(self, low: int, high: int) -> tuple[Piece, ...]:
         """The pieces in elements [low, high) of the flat buffer."""
+        indices, starts = self._in_memory
         found = []
-        for index, (start, numel) in enumerate(zip(self.starts, self.numels, strict=True)):
-            first, last = max(start, low), min(start + numel, high)
+        # Of very many parameters few may lie there; one can begin before it.
+        for place in range(max(bisect_right(starts, low) - 1, 0), bisect_left(starts, high)):
+            index, start = indices[place], starts[place]
+            first, last = max(start, low), min(start + self.numels[index], high)
             if first < last:
                 found.append(Piece(index, first - low, first - start, last - first))
         return tuple(found)
+
+    @cached_property
+    def _in_memory(self) -> tuple[list[int], list[int]]:
+        """Parameters that have elements, and their starts, in the order of the flat buffer."""
+        with_elements = (index for index, numel in enumerate(self.numels) if numel)
+        indices = sorted(with_elements, key=self.starts.__getitem__)
+        return indices, [self.starts[index] for index in indices]
+
+    def numels_of(self, index: int) -> list[int]:
+        """How many elements of one parameter lie in each slice."""
+        start = self.starts[index]
+        end = start + self.numels[index]
+        return [max(min(end, high) - max(start, low), 0) for low, high in pairwise(self.borders)]
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:

@@ -54,6 +54,7 @@ class OwnedGradients:
         ]
         self._units = [unit for unit, _ in places]
         self._indices = [index for _, index in places]
+        self._number_of = {place: number for number, place in enumerate(places)}
         self.names = [unit.names[index] for unit, index in places]
         self._parameters = [unit.parameters[index] for unit, index in places]
         self._pieces = [unit.slice.pieces.get(index) for unit, index in places]
@@ -211,7 +212,7 @@ class OwnedGradients:
             with torch._C.DisableTorchFunctionSubclass():
                 is_in_place = self._parameters[number].grad is stand_in
             if not is_in_place:
-                self.settle()
+                self._settle_some((number,))
         return stand_in is not self._stand_ins[number]
 
     @property
@@ -272,7 +273,7 @@ class OwnedGradients:
         self._suspended.clear()
 
     def settle(self, *, uncounted: bool = False) -> None:
-        """Take over what the user has done to `param.grad` since the last look.
+        """Take over what the user has done to all `param.grad` since the last look.
 
         Before every use of the pieces' gradients: values written into whole gradients reach the
         pieces; `p.grad = None` (or zero_grad() of a part, or of a module around this one) means
@@ -284,9 +285,19 @@ class OwnedGradients:
         if self._suspended:
             self.resume()
         self._wholes.take_writes(uncounted=uncounted)
+        self._settle(range(len(self._parameters)))
+
+    def _settle_some(self, numbers: Iterable[int]) -> None:
+        """The same for those that are asked about: of very many, each may be."""
+        if self._suspended:
+            self.resume()
+        self._wholes.take_writes()
+        self._settle(numbers)
+
+    def _settle(self, numbers: Iterable[int]) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for number, parameter in enumerate(self._parameters):
-                gradient = parameter.grad
+            for number in numbers:
+                gradient = self._parameters[number].grad
                 if gradient is None:
                     if number in self._shown:
                         self._remove(number)
@@ -338,7 +349,8 @@ class OwnedGradients:
         """The whole gradient of one parameter, in its dtype; a collective, so all ranks ask."""
         self._refuse_applied()
         self._complete()
-        self.settle()
+        # The unit's are gathered together.
+        self._settle_some(self._numbers[self._units[stand_in.number]])
         return self.value_of(stand_in, what)
 
     def value_of(self, stand_in: OwnedGradient, what: str) -> torch.Tensor:
@@ -354,7 +366,7 @@ class OwnedGradients:
             stand_in.part = None
         if stand_in.whole is not None:
             return stand_in.whole
-        return self._wholes.get(unit, index, what)
+        return self._wholes.get(unit, what)[index]
 
     def take_writes(self, result: Any) -> Any:
         """After a function on whole gradients: `result`, a stand-in where it is one of them."""
@@ -362,13 +374,7 @@ class OwnedGradients:
         place = self._wholes.place_of(result)
         self._wholes.take_writes()
         self._wholes.forget_unheld()
-        if place is None:
-            return result
-        return next(
-            self._stand_ins[number]
-            for number, unit in enumerate(self._units)
-            if (unit, self._indices[number]) == place
-        )
+        return result if place is None else self._stand_ins[self._number_of[place]]
 
     @contextmanager
     def revealed(self) -> Iterator[None]:
@@ -379,9 +385,16 @@ class OwnedGradients:
         self.settle()
         shown = list(self._shown)
         self._wholes.are_kept = True
+        wholes: dict[Unit, Sequence[torch.Tensor]] = {}
         try:
             for number in shown:
-                self._parameters[number].grad = self.whole(self._stand_ins[number], "grads=True")
+                self._refuse_applied()
+                self._refuse_taken(self._stand_ins[number])
+                unit, index = self._units[number], self._indices[number]
+                if unit not in wholes:
+                    what = f"the gradient of {self.names[number]} (grads=True)"
+                    wholes[unit] = self._wholes.get(unit, what)
+                self._parameters[number].grad = wholes[unit][index]
             yield
         finally:
             self.settle(uncounted=True)
@@ -435,7 +448,7 @@ class OwnedGradients:
         self.settle(uncounted=True)
         self._norms.clear()
         self._wholes.drop()
-        number = next(one for one in self._numbers[unit] if self._indices[one] == index)
+        number = self._number_of[unit, index]
         for at_hand in self._at_hand([number], changes=True):
             if number not in at_hand:
                 continue
@@ -480,7 +493,7 @@ class OwnedGradients:
         """Apply an elementwise in-place function to this rank's part of one gradient."""
         self._refuse_applied()
         self._complete()
-        self.settle()
+        self._settle_some((number,))
         self._refuse_taken(self._stand_ins[number])
         self._norms.clear()
         piece = self._pieces[number]

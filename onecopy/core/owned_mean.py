@@ -43,7 +43,7 @@ class OwnedMean:
 
     def __init__(self, unit: Unit, wire: torch.dtype) -> None:
         self._unit = unit
-        places = unit.layout.pieces(unit.slice.rank)
+        places = unit.slice.places
         self.owned = [(place, unit.slice.pieces[place.index]) for place in places]
         if unit.dtypes.gradient != unit.dtypes.master:
             for _, piece in self.owned:

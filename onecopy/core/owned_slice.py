@@ -46,6 +46,7 @@ class OwnedSlice:
     Attributes:
         own: see the module's docstring.
         pieces: by number of the parameter in the unit.
+        places: where they lie, in order.
         is_offloaded: the master lies in host memory, or on disk.
         is_in_update: an update under way is changing the master; see delayed.py.
         rank: number of the slice that this rank owns.
@@ -76,6 +77,8 @@ class OwnedSlice:
         self.own = own
         self.rank = groups.shard.rank
         self._layout = layout
+        self.places = layout.pieces(self.rank)
+        self._by_index = {place.index: place for place in self.places}
         self._replica = groups.replica
         self._master = master
         self._views = views
@@ -92,7 +95,7 @@ class OwnedSlice:
         self._arriving: Arriving | None = None
         self.pieces: dict[int, nn.Parameter] = {
             piece.index: nn.Parameter(self._part(piece), requires_grad=trainable[piece.index])
-            for piece in layout.pieces(self.rank)
+            for piece in self.places
         }
 
     def renew(self, as_sent: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -275,7 +278,7 @@ class OwnedSlice:
 
     def _take_master(self, master: torch.Tensor) -> None:
         self._master = master
-        for place in self._layout.pieces(self.rank):
+        for place in self.places:
             self.pieces[place.index].data = self._part(place)
 
     @property
@@ -397,16 +400,23 @@ class OwnedSlice:
         kept = self._kept if self.as_sent is None else self.as_sent(self._kept.to(self.own.device))
         return torch.equal(self.own, kept)
 
-    def take_values(self) -> None:
+    def take_values(self, index: int | None = None) -> None:
         """Make the master hold the values of the flat buffer.
 
         Only elements that differ from the master's rounded value, and from what codes make of it
         where they do, are taken over, so that reading and writing back never costs a master its
         precision.
+
+        Args:
+            index: at least the values of this parameter, where each is asked for by itself.
         """
         if self.is_in_update:
             self.join_master()
         if not self.has_own_values:
+            return
+        is_whole_in_memory = self.disk is None and not isinstance(self._resting, CodedMaster)
+        if index is not None and is_whole_in_memory and self.as_sent is None:
+            self._take_values_of(index)
             return
         if isinstance(self._resting, CodedMaster):
             self._resting.join()
@@ -426,6 +436,15 @@ class OwnedSlice:
             self._is_stale = True
         if isinstance(self._resting, CodedMaster):
             self._resting.rest()
+
+    def _take_values_of(self, index: int) -> None:
+        if index not in self._by_index:
+            return
+        place = self._by_index[index]
+        master = self._master[place.start : place.start + place.numel]
+        own = self.own[place.start : place.start + place.numel].to(self.device)
+        master.copy_(torch.where(_changed(own, None, 0, master), own.to(master.dtype), master))
+        self._is_stale = True
 
     def _coded(self) -> torch.Tensor | None:
         """(s,) what the flat buffer has where nobody has written, if codes have made it."""
@@ -467,14 +486,13 @@ class OwnedSlice:
 
     def chunks(self, longest: int) -> Iterator[tuple[int, int]]:
         """The slice in chunks of at most so many elements; whole pieces where none may be cut."""
-        places = self._layout.pieces(self.rank)
         if not self._layout.is_whole:
-            end = max((place.start + place.numel for place in places), default=0)
+            end = max((place.start + place.numel for place in self.places), default=0)
             for low in range(0, end, longest):
                 yield low, min(low + longest, self._master.numel())
             return
         low = high = 0
-        for place in places:
+        for place in self.places:
             end = place.start + place.numel
             if high > low and end - low > longest:
                 yield low, high
@@ -485,14 +503,9 @@ class OwnedSlice:
 
     # Places -----------------------------------------------------------------------------------
 
-    @property
-    def places(self) -> tuple[Piece, ...]:
-        """Where the pieces lie."""
-        return self._layout.pieces(self.rank)
-
     def place_of(self, index: int) -> Piece:
         """Where the piece of parameter `index` lies; there must be one."""
-        return next(piece for piece in self._layout.pieces(self.rank) if piece.index == index)
+        return self._by_index[index]
 
     def pieces_of_replica(self) -> tuple[Piece, ...]:
         """The slice's pieces, cut further: ranks that hold the same slice have a part of it each.

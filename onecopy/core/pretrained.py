@@ -126,7 +126,7 @@ def _read_unit(unit: Unit, sources: Mapping[int, StoredTensor]) -> int:
         # What was written into other parameters of the unit is not to be lost.
         unit.keep_changes()
     num_bytes, master = 0, unit.slice.master
-    for place in unit.layout.pieces(unit.slice.rank):
+    for place in unit.slice.places:
         source = sources.get(id(unit.parameters[place.index]))
         if source is None:
             continue

@@ -457,9 +457,13 @@ class Unit:
             versions += [local_of(parameter)._version for parameter in self.parameters]
         return versions
 
-    def _is_repointed(self) -> bool:
-        """Whether somebody has given a parameter other memory (`p.data = ...`)."""
+    def _is_repointed(self, index: int | None = None) -> bool:
+        """Whether somebody has given a parameter, or this one, other memory (`p.data = ...`)."""
         base, itemsize = self.flat.data_ptr(), self.flat.itemsize
+        if index is not None:
+            local = local_of(self.parameters[index])
+            is_home = local.data_ptr() == base + self.layout.starts[index] * itemsize
+            return bool(local.numel()) and not is_home
         found = map(local_of, self.parameters) if self._has_dtensors else self.parameters
         for start, local in zip(self.layout.starts, found, strict=True):
             if local.numel() and local.data_ptr() != base + start * itemsize:
@@ -480,11 +484,15 @@ class Unit:
                 view.copy_(local.data)
                 build.point(parameter, view)
 
-    def take_values(self) -> None:
-        """Make the master hold the values of the gathered flat buffer."""
-        if self._is_repointed():
+    def take_values(self, index: int | None = None) -> None:
+        """Make the master hold the values of the gathered flat buffer.
+
+        Args:
+            index: at least those of this parameter, where each is asked for by itself.
+        """
+        if self._is_repointed(index):
             self._take_back()
-        self.slice.take_values()
+        self.slice.take_values(index)
 
     def detach_parameters(self) -> None:
         """Give the gathered parameters memory of their own, in master precision; no way back."""
@@ -514,7 +522,7 @@ class Unit:
         loaded something else.
         """
         if self.state is UnitState.GATHERED:
-            self.take_values()
+            self.take_values(index)
         is_rounded = self.dtypes.master != self.dtypes.compute or not self.is_exact
         value = local_values(self.parameters[index], value)
         has_its_shape = value.size() == self.views[index].size()
@@ -541,7 +549,7 @@ class Unit:
         parameter = self.parameters[index]
         if self.dtypes.master == self.dtypes.compute and self.is_exact:
             return local_of(parameter).detach().clone()
-        self.take_values()
+        self.take_values(index)
         start, stop = 0, 0
         if index in self.slice.pieces:
             place = self.slice.place_of(index)
@@ -554,10 +562,7 @@ class Unit:
         Args:
             own: 1-D, in memory order; empty where this rank owns nothing of the parameter.
         """
-        numels = [
-            sum(piece.numel for piece in self.layout.pieces(rank) if piece.index == index)
-            for rank in range(self.layout.num_slices)
-        ]
+        numels = self.layout.numels_of(index)
         own = own.to(self.flat.device)
         whole = own.new_empty(self.views[index].numel())
         self._collectives.gather(whole, own, numels, self.number).finish()

@@ -7,7 +7,7 @@ to the owned pieces, only the elements that changed, at the latest before the st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,7 @@ class _Whole:
     def gather(self, collectives: Collectives) -> None:
         """Fill it with what the pieces are now; a collective."""
         unit = self.unit
-        for place in unit.layout.pieces(unit.slice.rank):
+        for place in unit.slice.places:
             gradient = unit.slice.pieces[place.index].grad
             part = self.own[place.start : place.start + place.numel]
             if gradient is None:
@@ -90,7 +90,7 @@ class _Whole:
                 view.data = fresh
         now, unit = self._now(), self.unit
         changed = now != self.own
-        for place in unit.layout.pieces(unit.slice.rank):
+        for place in unit.slice.places:
             part = slice(place.start, place.start + place.numel)
             _write(unit, place.index, now[part], changed[part])
         self.note()
@@ -111,28 +111,27 @@ class WholeGradients:
         self.are_kept = False
         self._collectives = collectives
         self._found: dict[Unit, _Whole] = {}
+        # By the identity of what is shown, which lives as long as it is here.
+        self._places: dict[int, tuple[Unit, int]] = {}
 
-    def get(self, unit: Unit, index: int, what: str) -> torch.Tensor:
-        """The whole gradient of one parameter as the pieces are now; a collective.
+    def get(self, unit: Unit, what: str) -> Sequence[torch.Tensor]:
+        """The whole gradients of one unit as the pieces are now; a collective.
 
         Args:
             what: names the use where ranks turn out to do different things.
         """
         self._collectives.agreement.agree(what)
         if unit not in self._found:
-            self._found[unit] = _Whole(unit)
+            found = self._found[unit] = _Whole(unit)
+            self._places.update((id(one), (unit, index)) for index, one in enumerate(found.shown))
         else:
             self._found[unit].take_writes(uncounted=True)
         self._found[unit].gather(self._collectives)
-        return self._found[unit].shown[index]
+        return self._found[unit].shown
 
     def place_of(self, value: object) -> tuple[Unit, int] | None:
         """Whose gradient this very tensor is, or None."""
-        for unit, whole in self._found.items():
-            for index, shown in enumerate(whole.shown):
-                if shown is value:
-                    return unit, index
-        return None
+        return self._places.get(id(value))
 
     def take_writes(self, *, uncounted: bool = False) -> None:
         """Bring what was written to the owned pieces.
@@ -148,6 +147,8 @@ class WholeGradients:
         if not self.are_kept:
             for whole in [whole for whole in self._found.values() if not whole.is_held]:
                 whole.take_writes(uncounted=True)
+                for shown in whole.shown:
+                    del self._places[id(shown)]
                 del self._found[whole.unit]
 
     def change(
@@ -157,9 +158,10 @@ class WholeGradients:
 
         Called before it is made, so that writes are taken over first.
         """
-        for unit, whole in self._found.items():
-            if place is not None and unit is not place[0]:
-                continue
+        found = list(self._found.values())
+        if place is not None:
+            found = [self._found[place[0]]] if place[0] in self._found else []
+        for whole in found:
             whole.take_writes(uncounted=True)
             function(whole.flat if place is None else whole.views[place[1]])
             whole.note()
@@ -167,6 +169,7 @@ class WholeGradients:
     def drop(self) -> None:
         """The gradients are gone, or about to change."""
         self._found.clear()
+        self._places.clear()
 
 
 def _write(unit: Unit, index: int, values: torch.Tensor, changed: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["USUAL_STATES", "num_states"]
+__all__ = ["USUAL_STATES", "groups_of", "num_states"]
 
 # Of an optimizer that is not known, or not there yet: as many as Adam's.
 USUAL_STATES = 2
@@ -31,26 +31,37 @@ _STATES: dict[str, Callable[[Mapping[str, Any]], int]] = {
 }
 
 
+def groups_of(optimizer: torch.optim.Optimizer | None) -> dict[int, Mapping[str, Any]]:
+    """The group of each parameter, by the parameter's id."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(one): group for group in groups for one in group["params"]}
+
+
 def num_states(
-    optimizer: torch.optim.Optimizer | None, parameters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer | None,
+    parameters: list[torch.nn.Parameter],
+    group_of: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> tuple[int, bool]:
     """Tensors that it will keep for each of these parameters, at most, and whether that is known.
 
     Of classes that are not torch.optim's, or derived from one, what is there already is counted;
     where nothing is, `USUAL_STATES` are assumed.
+
+    Args:
+        group_of: what `groups_of` says of the optimizer, where it is asked about for many units.
     """
     if optimizer is None:
         return USUAL_STATES, False
-    own = {id(one) for one in parameters}
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in _STATES:
             rule = _STATES[kind.__name__]
-            groups = [
-                group
-                for group in optimizer.param_groups
-                if any(id(one) in own for one in group["params"])
-            ]
-            return max(map(rule, groups), default=0), True
+            group_of = groups_of(optimizer) if group_of is None else group_of
+            found = {
+                id(group_of[id(one)]): group_of[id(one)]
+                for one in parameters
+                if id(one) in group_of
+            }
+            return max(map(rule, found.values()), default=0), True
     held = [_held(optimizer.state[one], one) for one in parameters if one in optimizer.state]
     return (max(held), True) if held else (USUAL_STATES, False)
 

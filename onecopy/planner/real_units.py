@@ -14,7 +14,7 @@ from onecopy.planner.cluster import Cluster
 from onecopy.planner.estimate import AnyStage
 from onecopy.planner.memory import Memory, Step, memory_of
 from onecopy.planner.modules import shapes_of, widths_of_dtypes
-from onecopy.planner.optimizers import num_states
+from onecopy.planner.optimizers import groups_of, num_states
 from onecopy.planner.options import IN_NODES
 from onecopy.planner.shapes import ModelShape
 from onecopy.planner.sized import row_for, sized
@@ -109,10 +109,13 @@ def _rules_of(
     specs: Sequence[UnitSpec], config: Config, optimizer_of: OptimizerOf, assumes: bool
 ) -> list[tuple[ElementWidths, bool]]:
     """Bytes of each state of each unit, and whether its optimizer's states are known."""
-    found = []
+    found, groups = [], {}
     for spec in specs:
         parameters = [parameter for _, parameter in spec.parameters]
-        states, is_known = num_states(optimizer_of(parameters[0]), parameters)
+        optimizer = optimizer_of(parameters[0])
+        if optimizer not in groups:
+            groups[optimizer] = groups_of(optimizer)
+        states, is_known = num_states(optimizer, parameters, groups[optimizer])
         widths = widths_of_dtypes(spec.dtypes, states if is_known or assumes else 0)
         if config.step_in_backward:
             widths = replace(widths, gradient=0)
