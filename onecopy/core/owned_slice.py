@@ -417,7 +417,10 @@ class OwnedSlice:
         is_whole_in_memory = self.disk is None and not isinstance(self._resting, CodedMaster)
         if index is not None and is_whole_in_memory and self.as_sent is None:
             self._take_values_of(index)
-            return
+        else:
+            self._take_all_values()
+
+    def _take_all_values(self) -> None:
         if isinstance(self._resting, CodedMaster):
             self._resting.join()
         whole, coded = self.own.to(self.device), self._coded()
