@@ -8,7 +8,8 @@ Tensor roles (g = gradient_numel of the layout, t of them this rank's stride: sl
     node_sum  (part_numel,) dtype of sums; where stage.sums_at_boundary: the sum over this node's
             ranks, and over backwards, of what this rank handles, until it is summed over the nodes
     mean    (t,) gradient dtype; the owner's mean over ranks, summed over backwards; the pieces'
-                 `.grad` are its views: see owned_mean.py
+                 `.grad` are its views: see owned_mean.py. Where the buffer is kept, the mean of one
+                 backward lies in this rank's part of it, until other gradients come there
 
 A parameter that got no gradient on any rank since the last zero_grad leaves its piece's `.grad`
 alone, so that the optimizer skips it as in plain PyTorch.
@@ -45,27 +46,16 @@ class Gradients:
         self._collectives = collectives
         self._keeps_buffer = stage.keeps_gradient_buffer
         layout, dtypes = unit.layout, unit.dtypes
-        self.buffer = torch.zeros(
-            layout.gradient_numel, dtype=dtypes.reduce, device=unit.flat.device
-        )
-        self._trailers = _trailers(self.buffer, layout)
-        self._unit_flags = [trailer[..., -1] for trailer in self._trailers]
+        self._make_buffer()
         self._slice_numel = layout.slice_numels[unit.slice.rank]
         self._stride = layout.strides[unit.slice.rank]
         # Flags are no values: they are not quantized with them.
         self._division = Division(layout.strides, layout.trailers)
-        # Where each parameter's gradient goes: parts in memory order, and a view shaped like the
-        # parameter where no slice border cuts it.
-        self._parts = [_parts(self.buffer, spans, layout) for spans in layout.spans]
-        self._wholes = [
-            self.buffer.as_strided(view.size(), view.stride(), spans[0].start)
-            if len(spans) == 1
-            else None
-            for spans, view in zip(layout.spans, unit.views, strict=True)
-        ]
-        # What lies between parameters, where it would count in the scale of a block.
-        self._gaps = _gaps(self.buffer, layout) if collectives.quantizes_gradients else []
         self.mean: OwnedMean = OwnedMean(unit, dtypes.reduce)
+        if self._keeps_buffer:
+            self.mean.lie_in(self.buffer, sum(layout.strides[: unit.slice.rank]))
+        # While nobody holds a gradient that lies in it.
+        self._num_owners = buffers.num_owners(self.buffer)
         self._sum_dtype = dtypes.sums
         self._all = frozenset(index for index, parts in enumerate(layout.spans) if parts)
         # The parameters whose gradients make this unit complete: all, or those that came last
@@ -98,6 +88,7 @@ class Gradients:
         self.found_inf: torch.Tensor | None = None
         # What this rank's gradients count; see uneven.py.
         self.weight = 1.0
+        # Before gradients come: it has no memory, or others have a part of it.
         self.needs_buffer = False
         self._free_buffer()
 
@@ -310,6 +301,9 @@ class Gradients:
         if self._loss_scale is not None and self.found_inf is not None:
             self._loss_scale.unscale(self.mean.parts_of(result), self.found_inf)
         self.mean.add(result, flags)
+        if self.mean.has_home:
+            # It may lie in the buffer, where others may not come before it is elsewhere.
+            self.needs_buffer = True
 
     def read_unit_flag(self) -> bool:
         """Whether any rank had set the flag of the last reduce (waits for an accelerator)."""
@@ -368,9 +362,37 @@ class Gradients:
 
     # Details ----------------------------------------------------------------------------------
 
+    def _make_buffer(self) -> None:
+        """The buffer, and the views by which gradients and flags are written to it."""
+        layout, device = self.unit.layout, self.unit.flat.device
+        self.buffer = torch.zeros(
+            layout.gradient_numel, dtype=self.unit.dtypes.reduce, device=device
+        )
+        self._trailers = _trailers(self.buffer, layout)
+        self._unit_flags = [trailer[..., -1] for trailer in self._trailers]
+        # Where each parameter's gradient goes: parts in memory order, and a view shaped like the
+        # parameter where no slice border cuts it.
+        self._parts = [_parts(self.buffer, spans, layout) for spans in layout.spans]
+        self._wholes = [
+            self.buffer.as_strided(view.size(), view.stride(), spans[0].start)
+            if len(spans) == 1
+            else None
+            for spans, view in zip(layout.spans, self.unit.views, strict=True)
+        ]
+        # What lies between parameters, where it would count in the scale of a block.
+        self._gaps = _gaps(self.buffer, layout) if self._collectives.quantizes_gradients else []
+
     def _take_buffer(self) -> None:
-        buffers.grow(self.buffer)
         self.needs_buffer = False
+        if not self._keeps_buffer:
+            buffers.grow(self.buffer)
+        elif not self.mean.move_out(self._is_held):
+            # Somebody has kept gradients that lie there: theirs it is, as in plain PyTorch.
+            self._make_buffer()
+
+    def _is_held(self) -> bool:
+        """Somebody has a tensor of the buffer's memory."""
+        return buffers.num_owners(self.buffer) > self._num_owners
 
     def _free_buffer(self) -> None:
         if not self._keeps_buffer and not self.needs_buffer and self._pending is None:

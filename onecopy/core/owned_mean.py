@@ -4,13 +4,16 @@ It lies beside the pieces that the optimizer updates, and their `.grad` are its 
 memory than they (resting_mean.py); or on disk (swapped.py). Backwards add to it there, norms and
 scaling act on it there, unit by unit, and the step takes it from there.
 
+Where a rank keeps the buffer of all its gradients, the mean begins in that part of it which the rank
+owns, as ZeRO's first stage counts it. When other gradients come it moves to memory of its own.
+
 Tensor roles (t of the unit's gradient elements are this rank's stride: its slice and a trailer):
     value   (t,) gradient dtype; where it lies elsewhere, what stands for it beside the pieces
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -54,6 +57,8 @@ class OwnedMean:
         # Where it rests in another memory than the pieces, and what does.
         self._tier = self._make_tier(wire)
         self._resting: RestingMean | None = None
+        # The part of a buffer in which a new one lies.
+        self._home: torch.Tensor | None = None
         # Where it is to be on disk: what rests there, once there has been something.
         self._on_disk: Swapped | None = None
 
@@ -106,6 +111,51 @@ class OwnedMean:
         if self._resting is not None:
             self._resting.retire()
             self._resting = None
+
+    # In a part of a buffer --------------------------------------------------------------------
+
+    def lie_in(self, buffer: torch.Tensor, start: int) -> None:
+        """From now on a new one lies in this buffer, from its element `start` on, if it can.
+
+        It can where it is as wide as what the buffer holds, and is not offloaded.
+        """
+        unit = self._unit
+        dtype = unit.dtypes.gradient
+        if dtype.itemsize != buffer.itemsize or unit.slice.placement is not None:
+            return
+        # No view of the buffer: it is itself the base of the pieces' gradients.
+        empty = torch.empty(0, dtype=dtype, device=buffer.device)
+        self._home = empty.set_(buffer.untyped_storage(), start, (self._stride,), (1,))
+
+    @property
+    def has_home(self) -> bool:
+        """It may lie in a buffer."""
+        return self._home is not None
+
+    def move_out(self, is_held: Callable[[], bool]) -> bool:
+        """Others need the buffer that it may lie in: give it memory of its own, if it does.
+
+        Args:
+            is_held: whether others have tensors of the buffer. Then it stays for good, with them;
+                the answer is False.
+        """
+        home = self._home
+        assert home is not None, "there is one where it may lie"
+        there = [
+            order
+            for order, (_, piece) in enumerate(self.owned)
+            if piece.grad is not None and piece.grad._base is home
+        ]
+        for order in there:
+            self.owned[order][1].grad = None
+        stays = is_held()
+        if there:
+            views = self._views(home if stays else home.clone())
+            for order in there:
+                self.owned[order][1].grad = views[order]
+        if stays:
+            self._home = None
+        return not stays
 
     # Where it lies ----------------------------------------------------------------------------
 
@@ -222,7 +272,11 @@ class OwnedMean:
         mean = self.value
         if mean is None:
             self.is_fresh = not self._has_foreign
-            views = self._views(result.to(self._unit.dtypes.gradient))
+            if self._home is None:
+                first = result.to(self._unit.dtypes.gradient)
+            else:
+                first = self._home.copy_(result)
+            views = self._views(first)
             for view, (_, piece) in zip(views, self.owned, strict=True):
                 if piece.grad is not None:
                     view.add_(piece.grad)

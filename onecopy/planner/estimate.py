@@ -87,7 +87,8 @@ def state_bytes(
     largest rank is meant. Raises ConfigError for an unknown stage or a size below 1.
 
     - stage 0 cuts nothing
-    - stage 1 cuts master, reduced gradient and optimizer states, and keeps the full gradient buffer
+    - stage 1 cuts master, reduced gradient and optimizer states, and keeps the full gradient buffer;
+      the reduced gradient of one backward lies in it where it is as wide
     - stage 2 frees that buffer unit by unit in backward
     - stage 3 holds no full parameters either
     - "mics" has 1/X of everything instead of 1/N
@@ -150,9 +151,16 @@ def owned_bytes(
         )
     return StateBytes(
         parameters=num_owned * _master_on_device(stage, widths),
-        gradients=num_owned * widths.gradient,
+        gradients=0 if shares_buffer(stage, widths) else num_owned * widths.gradient,
         optimizer=num_owned * widths.optimizer,
     )
+
+
+def shares_buffer(stage: AnyStage, widths: ElementWidths, offload: Offload | None = None) -> bool:
+    """Whether the mean gradients of one backward lie in the buffer of full ones, which is kept."""
+    is_here = offload is None or offload.is_all_on_device
+    fits = widths.gradient == widths.wire
+    return row_of(stage).keeps_gradient_buffer and is_here and fits
 
 
 def _master_on_device(stage: AnyStage, widths: ElementWidths) -> int:

@@ -286,6 +286,9 @@ def _buffers(units: list[SizedUnit], cut: Stage, devices: int, backwards: int) -
         one.unit.trainable and (one.offload or not one.widths.gradient) for one in units
     )
     again = both(inner_mean, around_mean) if backwards > 1 or keeps_none else 0
+    if backwards > 1:
+        # Means that lay in the buffer of local gradients have made room for others.
+        again += sum(one.unit.count * one.mean_in_buffer for one in units)
     # A mean leaves for the host in the dtype that it has on the wire, in a copy of its own.
     leaving = max((one.gradients // one.num_owners for one in units if one.offload), default=0)
     autograd = max((one.gradient_of_autograd for one in units), default=0)

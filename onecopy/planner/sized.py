@@ -149,6 +149,13 @@ class SizedUnit:
         return self.states().device.gradients - self.gradients_kept
 
     @property
+    def mean_in_buffer(self) -> int:
+        """Bytes of the mean gradient where it lies in the buffer of local ones after a backward."""
+        widths = self.state_widths
+        is_there = estimate.shares_buffer(self.cut, widths, self.offload)
+        return self.slice_numel * widths.gradient if is_there else 0
+
+    @property
     def slice_numel(self) -> int:
         """Elements of the unit that a rank owns, with its flags: as long as a mean gradient."""
         return self._share_of(self.layout.gradient_numel)
