@@ -4,8 +4,8 @@ It lies beside the pieces that the optimizer updates, and their `.grad` are its 
 memory than they (resting_mean.py); or on disk (swapped.py). Backwards add to it there, norms and
 scaling act on it there, unit by unit, and the step takes it from there.
 
-Where a rank keeps the buffer of all its gradients, the mean begins in that part of it which the rank
-owns, as ZeRO's first stage counts it. When other gradients come it moves to memory of its own.
+Where a rank keeps the buffer of all its gradients, the mean begins in that part of it which the
+rank owns, as ZeRO's first stage counts it. When other gradients come it moves to memory of its own.
 
 Tensor roles (t of the unit's gradient elements are this rank's stride: its slice and a trailer):
     value   (t,) gradient dtype; where it lies elsewhere, what stands for it beside the pieces
