@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import socket
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +23,9 @@ import onecopy
 import onecopy.handle
 from benchmarks.network import LOOPBACK, CannotMakeNodesError, network, settled
 from onecopy.comm import neighbours as module
-from onecopy.comm.neighbours import Neighbours
+from onecopy.comm.groups import Group
+from onecopy.comm.neighbours import Link, Neighbours, Post
+from onecopy.comm.transport import _UnderWay
 from onecopy.errors import ConfigError
 from tests import models
 from tests.pool import Pool
@@ -156,6 +161,107 @@ def test_a_forked_process_does_not_close_the_connection(pair: Pair) -> None:
     assert given.wait()
 
 
+def test_a_forked_process_takes_nothing_from_its_parent(pair: Pair) -> None:
+    """Its garbage collector finds a transfer of the parent, and must not hear what is told."""
+    zero, one = pair
+    taken = zero.take(torch.zeros(2), zero.links[1], 0)
+    with zero._lock:
+        given = one.give(torch.ones(2), one.links[0], 0)
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                _UnderWay([taken]).__del__()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert taken.wait(SHORT)
+    assert given.wait()
+
+
+def test_the_garbage_collector_may_come_in_the_midst(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And let go of a transfer, in a thread that is posting another, and in the one that looks."""
+    zero, one = pair
+    let_go = _UnderWay([zero.take(torch.zeros(2), zero.links[1], 0)])
+    before = Link._tell
+
+    def collect(link: Link, *record: int) -> None:
+        let_go.__del__()
+        before(link, *record)
+
+    monkeypatch.setattr(Link, "_tell", collect)
+    thread = Thread(target=zero.give, args=(torch.ones(2), zero.links[1], 1), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert one.take(torch.zeros(2), one.links[0], 1).wait()
+
+
+def test_two_threads_may_wait(pair: Pair) -> None:
+    zero, one = pair
+    posts = [zero.take(torch.zeros(1), zero.links[1], tag) for tag in (0, 1)]
+    errors = []
+
+    def wait(post: Post) -> None:
+        try:
+            post.wait(LONG)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [Thread(target=wait, args=(post,)) for post in posts]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    for tag in (0, 1):
+        one.give(torch.ones(1), one.links[0], tag)
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(post.is_done for post in posts)
+
+
+@pytest.mark.parametrize("reason", ["time is over", "interrupted", "deleted"])
+def test_who_has_given_up_is_not_read(reason: str) -> None:
+    """It may use the memory for something else, though it is still there."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    zero, one = Neighbours(LONG), Neighbours(LONG)
+    zero.add(1, os.getpid(), ends[0])
+    one.add(0, os.getpid(), ends[1])
+    for side in (zero, one):
+        side.begin()
+    del side
+    tensor = torch.ones(2)
+    given = zero.give(tensor, zero.links[1], 0)
+    one.look()
+    if reason == "time is over":
+        with pytest.raises(RuntimeError, match="timed out"):
+            given.wait(SHORT)
+    elif reason == "interrupted":
+        zero.interrupt()
+    else:
+        del zero, given
+        gc.collect()
+    tensor.fill_(666)
+    with pytest.raises(RuntimeError, match="rank 0 has closed its connection"):
+        one.take(torch.zeros(2), one.links[0], 0).wait()
+
+
+def test_a_failure_is_one_for_good(pair: Pair) -> None:
+    """What was told together with it is not taken in twice; the thread that looks goes on."""
+    zero, one = pair
+    given = zero.give(torch.ones(1), zero.links[1], 1)
+    bad = zero.take(torch.zeros(2), zero.links[1], 2)
+    link = one.links[0]
+    link.outgoing += module.RECORD.pack(module.READ, 1, 0, 0)
+    link._tell(module.OFFER, 2, 0, 4)
+    for post in (bad, zero.take(torch.zeros(1), zero.links[1], 3)):
+        with pytest.raises(RuntimeError, match="rank 1 offers 4 bytes where 8 are due"):
+            post.wait()
+        link._tell(module.READ, 1, 0, 0)
+    assert given.is_done
+    assert not zero.look_unless_waited_for()
+
+
 def _events() -> tuple[module.threading.Event, module.threading.Event]:
     return module.threading.Event(), module.threading.Event()
 
@@ -215,6 +321,30 @@ def test_pairs_that_cannot_read_send(pool: Pool, stage: int) -> None:
     assert [one[1] for one in ranks] == [1, 0, 1]
     expected = pool.run(3, train, stage, "fp32", "send")
     assert [one[::2] for one in ranks] == [one[::2] for one in expected]
+
+
+def one_meets_nobody() -> int:
+    """Rank 1 loses patience just when rank 0 is content. How many neighbours there are."""
+    ranks = tuple(range(dist.get_world_size()))
+    world = Group(dist.group.WORLD, ranks, dist.get_rank())
+    before = module._connections
+
+    def lose(*arguments: Any) -> Iterator[Any]:
+        for _, _, to in before(*arguments):
+            to.close()
+        return iter(())
+
+    if world.rank == 1:
+        module._connections = lose
+    try:
+        found = module.meet_neighbours(world)
+    finally:
+        module._connections = before
+    return 0 if found is None else len(found.links)
+
+
+def test_neighbours_are_such_for_both_or_for_none(pool: Pool) -> None:
+    assert pool.run(3, one_meets_nobody) == [1, 0, 1]
 
 
 def one_looks_while_others_wait() -> float:

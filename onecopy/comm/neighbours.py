@@ -30,12 +30,12 @@ import time
 import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,8 @@ from onecopy.comm.compare import gather_objects
 from onecopy.comm.groups import Group, timeout_of
 
 __all__ = ["Link", "Neighbours", "Post", "meet_neighbours"]
+
+R = TypeVar("R")
 
 OFFER, READ = 0, 1
 RECORD = struct.Struct("=IIQQ")  # kind, tag, address, bytes
@@ -124,6 +126,8 @@ class Link:
         self._wanted: defaultdict[int, deque[Post]] = defaultdict(deque)
         self._given: defaultdict[int, deque[Post]] = defaultdict(deque)
         self._incoming, self.outgoing = bytearray(), bytearray()
+        self._end = select.poll()
+        self._end.register(to, select.POLLRDHUP)
         self.num_posted = 0
 
     def give(self, post: Post, tag: int) -> None:
@@ -161,6 +165,11 @@ class Link:
                     self.num_posted -= 1
             del self._incoming[:whole]
 
+    def hang_up(self) -> None:
+        """The neighbour reads nothing from now on that it could rely on."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def _match(self, tag: int) -> None:
         offers, wanted = self._offers[tag], self._wanted[tag]
         while offers and wanted:
@@ -175,6 +184,9 @@ class Link:
                 raise RuntimeError(
                     f"the memory of rank {self.rank} cannot be read: {error}"
                 ) from error
+            if self._end.poll(0):
+                # Who gives up first closes, then uses its memory for something else.
+                raise RuntimeError(f"rank {self.rank} has closed its connection")
             post.is_done = True
             self.num_posted -= 1
             self._tell(READ, tag, 0, 0)
@@ -199,13 +211,21 @@ class Neighbours:
     """The other ranks of a model that this rank can read from, and that can read from it.
 
     links: by their global ranks.
+
+    A failure is one for good, and ends all connections: what has been offered may change then, and
+    what was told may have been taken in by half.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self.links: dict[int, Link] = {}
-        self._lock = threading.Lock()
+        self._process = os.getpid()
+        # The garbage collector may run at any moment, so in a thread that has the lock too; and
+        # wait for what it finds: see `wait`. The holder is a thread's number.
+        self._lock = threading.RLock()
+        self._holder = 0
         self._poll = select.poll()
+        self._polling = threading.Lock()
         self._failure = ""
         self._num_waiting = 0
         # Set while the thread has to look.
@@ -232,8 +252,7 @@ class Neighbours:
     def give(self, tensor: torch.Tensor, link: Link, tag: int) -> Post:
         """Let a neighbour read a contiguous tensor; until the post is done it must not change."""
         post = Post(self, link, tensor)
-        with self._lock:
-            link.give(post, tag)
+        self._alone(link.give, post, tag)
         if not self._work.is_set():
             self._work.set()
         return post
@@ -241,25 +260,28 @@ class Neighbours:
     def take(self, tensor: torch.Tensor, link: Link, tag: int) -> Post:
         """Read what a neighbour gives, or will give, into a contiguous tensor."""
         post = Post(self, link, tensor)
-        with self._lock:
-            link.take(post, tag)
+        self._alone(link.take, post, tag)
         if not self._work.is_set():
             self._work.set()
         return post
 
     def look(self) -> bool:
         """Go on with all that is possible at once. Returns whether something is still posted."""
-        with self._lock:
-            return self._look()
+        return self._alone(self._look)
 
     def wait(self, post: Post, link: Link, timeout: timedelta | None) -> None:
         """Until it is done, going on with all others meanwhile."""
+        if os.getpid() != self._process:
+            # Forked, to load data: what is told to this rank is its parent's to hear.
+            raise RuntimeError("only the process that has met its neighbours can wait for them")
+        if self._holder == threading.get_ident():
+            # The garbage collector has found it in the midst of `_alone`. It is held by its link.
+            raise RuntimeError("nothing can be waited for in the midst of a look")
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         self._num_waiting += 1
         try:
             while True:
-                with self._lock:
-                    self._look()
+                self._alone(self._look)
                 if post.is_done:
                     return
                 if self._failure or link.is_closed:
@@ -267,35 +289,71 @@ class Neighbours:
                     raise RuntimeError(why)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out waiting for rank {link.rank}")
-                is_stuck = any(one.outgoing for one in self.links.values())
-                self._poll.poll(1 if is_stuck else LOOK_EVERY_MS)
+                self._sleep()
+        except BaseException as error:
+            self._fail(error)
+            raise
         finally:
             self._num_waiting -= 1
 
     def interrupt(self) -> None:
         """From another thread: nothing that is waited for will ever come."""
-        self._failure = "interrupted"
+        self._fail("interrupted")
 
     def look_unless_waited_for(self) -> bool:
         """For the thread: a wait looks itself, and sleeps until there is something to see."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._num_waiting:
-                    return self._look()
-            except RuntimeError as error:
-                self._failure = self._failure or str(error)
+                    return self._alone(self._look)
+            except Exception:
+                # Whoever waits next is told.
+                return False
             finally:
                 self._lock.release()
         return True
 
+    # Details ----------------------------------------------------------------------------------
+
+    def _alone(self, act: Callable[..., R], *arguments: Any) -> R:
+        """One thread at a time; what ends in the midst of it is a failure."""
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                return act(*arguments)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._holder = 0
+
+    def _fail(self, why: BaseException | str) -> None:
+        self._failure = self._failure or str(why) or type(why).__name__
+        for link in self.links.values():
+            link.hang_up()
+
     def _look(self) -> bool:
+        if self._failure:
+            return False
         links = self.links.values()
         for link in links:
             if not link.is_closed:
                 link.look()
                 if link.is_closed:
                     self._poll.unregister(link.socket)
-        return any(one.num_posted or one.outgoing for one in links)
+        return any((one.num_posted or one.outgoing) and not one.is_closed for one in links)
+
+    def _sleep(self) -> None:
+        """Until a neighbour tells something; not for long."""
+        if self._polling.acquire(blocking=False):
+            try:
+                is_stuck = any(one.outgoing for one in self.links.values())
+                self._poll.poll(1 if is_stuck else LOOK_EVERY_MS)
+            finally:
+                self._polling.release()
+        else:
+            # Two threads cannot use one poll.
+            time.sleep(1e-3)
 
 
 def _look_after(
@@ -317,13 +375,15 @@ def _look_after(
 def _close(
     sockets: list[socket.socket], stop: threading.Event, work: threading.Event, process: int
 ) -> None:
-    stop.set()
-    work.set()
-    for one in sockets:
-        # A process that was forked from this one (to load data) has the same connection.
-        if os.getpid() == process:
+    # A process that was forked from this one (to load data) has the same connections, not the
+    # thread, and perhaps the lock of an event as the thread held it.
+    if os.getpid() == process:
+        stop.set()
+        work.set()
+        for one in sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+    for one in sockets:
         one.close()
 
 
@@ -340,12 +400,19 @@ def meet_neighbours(world: Group) -> Neighbours | None:
     listener, card = _introduce()
     cards = gather_objects(world, card)
     if listener is None:
+        gather_objects(world, [])
         return None
     neighbours = Neighbours(timeout_of(world))
     with listener:
         here = [at for at, one in enumerate(cards) if one and one[:2] == card[:2]]
-        for at, process, to in _connections(world.rank, here, cards, listener):
+        met = {one[0]: one for one in _connections(world.rank, here, cards, listener)}
+    # One side may have lost patience just when the other was content: both have to know.
+    lists = gather_objects(world, list(met))
+    for at, process, to in met.values():
+        if world.rank in lists[at]:
             neighbours.add(world.ranks[at], process, to)
+        else:
+            to.close()
     if not neighbours.links:
         return None
     neighbours.begin()

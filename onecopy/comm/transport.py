@@ -277,6 +277,8 @@ class Messages(Transport):
         links: Mapping[int, Link] = {} if near is None else near.links
         process_group = _process_group(group)
         works: list[dist.Work | Post] = []
+        # Now: what has begun is waited for also where another message cannot begin.
+        messages = _UnderWay(works)
         for peer in _peers(group):
             into, link = received[peer], links.get(group.ranks[peer])
             if not into.numel():
@@ -293,7 +295,7 @@ class Messages(Transport):
                 works.append(process_group.send([part], peer, tag))
             else:
                 works.append(near.give(part, link, tag))
-        return _UnderWay(works)
+        return messages
 
 
 class _UnderWay:
@@ -313,8 +315,8 @@ class _UnderWay:
 
     def __del__(self) -> None:
         # Where peers do not come, this rank has failed or will: then the group is of no use.
-        with suppress(RuntimeError):
-            while self._works and not sys.is_finalizing():
+        while self._works and not sys.is_finalizing():
+            with suppress(RuntimeError):
                 self._works.pop().wait(LETTING_GO)
 
 
