@@ -457,11 +457,13 @@ def test_no_gradient_is_kept(pool: Pool, world: int, stage: int) -> None:
     for more, one, other in zip(deeper, lean, plain, strict=True):
         full = 4 * one.gradient if stage == 1 else 0
         assert one.gradients == full
-        assert other.gradients == full + 4 * one.gradient // cut
+        # At stage 1 the means lie in that buffer otherwise, too.
+        mean = 0 if stage == 1 else 4 * one.gradient // cut
+        assert other.gradients == full + mean
         widths = estimate.ElementWidths(gradient=0)
         planned = estimate.state_bytes(stage, one.flat, world, widths).gradients
         assert one.gradients - planned == (full - 4 * one.flat if stage == 1 else 0)
-        assert one.peak <= other.peak - 0.6 * 4 * one.gradient // cut
+        assert not mean or one.peak <= other.peak - 0.6 * mean
         # As high in a model twice as deep, but for activations.
         assert more.peak <= one.peak + 10 * 8 * 128
 
