@@ -76,7 +76,7 @@ def a_backward_that_fails(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     for step in range(3):
         _backward(model, 3 * step)
-        hook = model.blocks[0].register_forward_hook(fail_here)
+        hook = model.get_submodule("blocks.0").register_forward_hook(fail_here)
         with pytest.raises(_FailsError):
             _backward(model, 3 * step + 1)
         hook.remove()

@@ -272,11 +272,7 @@ class OwnedMean:
         mean = self.value
         if mean is None:
             self.is_fresh = not self._has_foreign
-            if self._home is None:
-                first = result.to(self._unit.dtypes.gradient)
-            else:
-                first = self._home.copy_(result)
-            views = self._views(first)
+            views = self._views(self._first(result))
             for view, (_, piece) in zip(views, self.owned, strict=True):
                 if piece.grad is not None:
                     view.add_(piece.grad)
@@ -293,6 +289,12 @@ class OwnedMean:
         for order, (_, piece) in enumerate(self.owned):
             if piece.grad is None and (flags is None or flags[order]):
                 piece.grad = views[order]
+
+    def _first(self, result: torch.Tensor) -> torch.Tensor:
+        """A mean that begins with this one."""
+        if self._home is None:
+            return result.to(self._unit.dtypes.gradient)
+        return self._home.copy_(result)
 
     @property
     def _has_foreign(self) -> bool:

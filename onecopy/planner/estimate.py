@@ -87,8 +87,8 @@ def state_bytes(
     largest rank is meant. Raises ConfigError for an unknown stage or a size below 1.
 
     - stage 0 cuts nothing
-    - stage 1 cuts master, reduced gradient and optimizer states, and keeps the full gradient buffer;
-      the reduced gradient of one backward lies in it where it is as wide
+    - stage 1 cuts master, reduced gradient and optimizer states, and keeps the full gradient buffer
+      (the reduced gradient of one backward lies in it where it is as wide)
     - stage 2 frees that buffer unit by unit in backward
     - stage 3 holds no full parameters either
     - "mics" has 1/X of everything instead of 1/N
