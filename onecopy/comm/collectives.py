@@ -174,7 +174,7 @@ class Collectives:
             return low, low + numels[rank]
         return self.groups.nodes.own_range(numels)
 
-    def reduce(
+    def reduce(  # noqa: PLR0913
         self,
         buffer: torch.Tensor,
         division: Division,
@@ -183,6 +183,7 @@ class Collectives:
         *,
         node_sum: torch.Tensor | None = None,
         is_boundary: bool = True,
+        in_place: bool = False,
     ) -> Pending:
         """Sum `buffer` over all ranks; the owner's slice of the mean is the result.
 
@@ -194,8 +195,10 @@ class Collectives:
             unit: number of the unit, the same on all ranks.
             node_sum: (part_numel,) sums over this node of earlier backwards, which count too.
             is_boundary: False leaves it at the sum over this node, which is then the result.
+            in_place: the result may lie in this rank's part of the buffer.
         """
-        into = Reduction(self._shard_hop(division, unit), buffer.dtype, master_dtype)
+        hop, in_place = self._shard_hop(division, unit), in_place and is_boundary
+        into = Reduction(hop, buffer.dtype, master_dtype, in_place)
         names = self._names("reduce", unit)
         reduce = self._hops.reduce if is_boundary else self._hops.reduce_inside
         return Pending(*reduce(buffer, into, names, node_sum))

@@ -43,12 +43,13 @@ class Reduction(NamedTuple):
     """What a sum is made of, and what comes of it.
 
     hop: how the buffer is divided among the shard group.
-    wire_dtype: in which it travels. dtype: of the sum.
+    wire_dtype: in which it travels. dtype: of the sum. in_place: see Mean.
     """
 
     hop: Hop
     wire_dtype: torch.dtype
     dtype: torch.dtype
+    in_place: bool = False
 
 
 class Hops:
@@ -263,7 +264,9 @@ class Hops:
 
     def _reduce_near(self, buffer: torch.Tensor, near: Hop, into: Reduction, names: Names) -> Steps:
         nodes = self._groups.nodes if self._spread is None else self._spread.inner
-        mean = Mean(into.dtype, 1.0 if self._goes_far else self._scale)
+        goes_far = self._goes_far
+        in_place = into.in_place and not goes_far and nodes is None
+        mean = Mean(into.dtype, 1.0 if goes_far else self._scale, in_place)
         return self._reduce_in(buffer, near, nodes, mean, names)
 
     def _reduce_in(
@@ -286,6 +289,8 @@ class Hops:
             # What travels further is made of it as it is.
             return buffer
         summed = hop.numels if hop.window is not None else parts_to_sum(hop.numels)
+        if summed is not hop.numels:
+            mean = mean._replace(in_place=False)
         start = partial(transport.reduce, buffer, mean, hop._replace(numels=summed))
         wait = self._starting(start, hop.group)
         yield

@@ -136,10 +136,14 @@ def shares(rank: int, own: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 class Mean(NamedTuple):
-    """What a reduce makes of the ranks' parts: their sum in `dtype`, times `scale`."""
+    """What a reduce makes of the ranks' parts: their sum in `dtype`, times `scale`.
+
+    in_place: it may lie in this rank's part of the buffer, which nobody else reads.
+    """
 
     dtype: torch.dtype
     scale: float
+    in_place: bool = False
 
 
 class Parts(NamedTuple):
@@ -413,13 +417,16 @@ def _peers(group: Group) -> list[int]:
 
 
 def _mean_in_order(parts: list[torch.Tensor], own: int, mean: Mean) -> torch.Tensor:
-    """(parts[0] + parts[1] + ...) * scale, in rank order; overwrites any part but `own`.
+    """(parts[0] + parts[1] + ...) * scale, in rank order; overwrites any part, `own` if told so.
 
     The order makes the sum the same on every backend and run, and equal to what one process gets
     that adds the ranks' gradients one after another. Goes through the parts in blocks that stay in
     the processor's cache: memory is read and written once, not once for each operation.
     """
-    if parts[0].dtype == mean.dtype:
+    # What is summed first may be overwritten by the sum; of later ones it would be lost.
+    if parts[0].dtype == mean.dtype and mean.in_place and own < 2:
+        total = parts[own]
+    elif parts[0].dtype == mean.dtype:
         # The result lies in a received part, so that no further memory is needed.
         total = parts[1 if own == 0 else 0]
     else:

@@ -213,6 +213,7 @@ class Gradients:
             self.unit.number,
             node_sum=self.node_sum,
             is_boundary=is_boundary,
+            in_place=self.mean.has_home,
         )
 
     def start_across(self) -> None:
