@@ -153,7 +153,7 @@ def test_a_forked_process_does_not_close_the_connection(pair: Pair) -> None:
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
-            module._close([link.socket for link in zero.links.values()], *_events(), -1)
+            module._close([link.socket for link in zero.links.values()], -1, -1)
         os._exit(0)
     os.waitpid(child, 0)
     given = zero.give(torch.ones(2), zero.links[1], 0)
@@ -259,11 +259,8 @@ def test_a_failure_is_one_for_good(pair: Pair) -> None:
             post.wait()
         link._tell(module.READ, 1, 0, 0)
     assert given.is_done
-    assert not zero.look_unless_waited_for()
-
-
-def _events() -> tuple[module.threading.Event, module.threading.Event]:
-    return module.threading.Event(), module.threading.Event()
+    zero.look_while_nobody_waits()
+    assert not zero.look()
 
 
 # Training -------------------------------------------------------------------------------------
@@ -363,6 +360,28 @@ def one_looks_while_others_wait() -> float:
 
 def test_one_rank_may_look_at_values_while_others_are_elsewhere(pool: Pool) -> None:
     assert len(set(pool.run(3, one_looks_while_others_wait))) == 1
+
+
+def one_ends_early() -> float:
+    """Rank 1 has nothing more to do after the last step; rank 0 is late, and then wants values."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onecopy.shard(model, optimizer, stage=1)
+    model(torch.ones(2, 256)).square().mean().backward()
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        return model(torch.ones(2, 256)).sum().item()
+    return 0.0
+
+
+@pytest.mark.usefixtures("rank_environment")
+def test_a_rank_may_end_while_others_still_want_its_values() -> None:
+    first, second = onecopy.launch(one_ends_early, 2)
+    assert first and not second
 
 
 def test_a_setting_that_is_none_is_refused() -> None:

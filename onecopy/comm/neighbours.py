@@ -19,6 +19,7 @@ when they meet, pair by pair, and send messages where it fails.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import select
@@ -55,6 +56,10 @@ MEETING_SECONDS = 20.0
 LOOK_EVERY_MS = 50
 # How often the thread looks, while somebody is due something and nobody waits.
 IDLE_SECONDS = 2e-3
+# What the bell says when there is nothing to look after any more.
+CLOSED = 1 << 32
+# How long the end of a program waits for neighbours that are due something.
+LAST_WORDS_SECONDS = 10.0
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -165,6 +170,11 @@ class Link:
                     self.num_posted -= 1
             del self._incoming[:whole]
 
+    @property
+    def is_due(self) -> bool:
+        """The neighbour has not read all that was given to it."""
+        return not self.is_closed and any(self._given.values())
+
     def hang_up(self) -> None:
         """The neighbour reads nothing from now on that it could rely on."""
         with suppress(OSError):
@@ -228,8 +238,9 @@ class Neighbours:
         self._polling = threading.Lock()
         self._failure = ""
         self._num_waiting = 0
-        # Set while the thread has to look.
-        self._work = threading.Event()
+        # The thread sleeps on it. No lock is in it, which a fork or the collector could find held.
+        self._bell = os.eventfd(0)
+        self._is_looked_after = False
 
     def add(self, rank: int, process: int, to: socket.socket) -> None:
         """A neighbour that has been met."""
@@ -240,29 +251,25 @@ class Neighbours:
     def begin(self) -> None:
         """All have been met."""
         sockets = [link.socket for link in self.links.values()]
-        stop = threading.Event()
-        weakref.finalize(self, _close, sockets, stop, self._work, os.getpid()).atexit = False
+        reference, bell = weakref.ref(self), self._bell
+        weakref.finalize(self, _close, sockets, bell, self._process).atexit = False
+        atexit.register(_be_read, reference)
         threading.Thread(
-            target=_look_after,
-            args=(weakref.ref(self), self._work, stop),
-            name="onecopy-neighbours",
-            daemon=True,
+            target=_look_after, args=(reference, bell), name="onecopy-neighbours", daemon=True
         ).start()
 
     def give(self, tensor: torch.Tensor, link: Link, tag: int) -> Post:
         """Let a neighbour read a contiguous tensor; until the post is done it must not change."""
         post = Post(self, link, tensor)
         self._alone(link.give, post, tag)
-        if not self._work.is_set():
-            self._work.set()
+        self._ring()
         return post
 
     def take(self, tensor: torch.Tensor, link: Link, tag: int) -> Post:
         """Read what a neighbour gives, or will give, into a contiguous tensor."""
         post = Post(self, link, tensor)
         self._alone(link.take, post, tag)
-        if not self._work.is_set():
-            self._work.set()
+        self._ring()
         return post
 
     def look(self) -> bool:
@@ -300,20 +307,37 @@ class Neighbours:
         """From another thread: nothing that is waited for will ever come."""
         self._fail("interrupted")
 
-    def look_unless_waited_for(self) -> bool:
+    def look_while_nobody_waits(self) -> None:
         """For the thread: a wait looks itself, and sleeps until there is something to see."""
+        self._is_looked_after = False
+        is_posted = True
         if self._lock.acquire(blocking=False):
             try:
                 if not self._num_waiting:
-                    return self._alone(self._look)
+                    is_posted = self._alone(self._look)
             except Exception:
                 # Whoever waits next is told.
-                return False
+                is_posted = False
             finally:
                 self._lock.release()
-        return True
+        if is_posted:
+            self._ring()
+
+    def be_read(self) -> None:
+        """The program ends: neighbours that are behind may still read what they are due."""
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        with suppress(RuntimeError):
+            while self.look() and any(one.is_due for one in self.links.values()):
+                if time.monotonic() > end:
+                    return
+                time.sleep(IDLE_SECONDS)
 
     # Details ----------------------------------------------------------------------------------
+
+    def _ring(self) -> None:
+        if not self._is_looked_after:
+            self._is_looked_after = True
+            os.eventfd_write(self._bell, 1)
 
     def _alone(self, act: Callable[..., R], *arguments: Any) -> R:
         """One thread at a time; what ends in the midst of it is a failure."""
@@ -356,35 +380,33 @@ class Neighbours:
             time.sleep(1e-3)
 
 
-def _look_after(
-    reference: weakref.ref[Neighbours], work: threading.Event, stop: threading.Event
-) -> None:
+def _look_after(reference: weakref.ref[Neighbours], bell: int) -> None:
     """Body of the thread: sleeps while nothing is posted."""
-    while True:
-        work.wait()
+    while os.eventfd_read(bell) < CLOSED:
         time.sleep(IDLE_SECONDS)
         neighbours = reference()
-        if neighbours is None or stop.is_set():
-            return
-        work.clear()
-        if neighbours.look_unless_waited_for():
-            work.set()
+        if neighbours is not None:
+            neighbours.look_while_nobody_waits()
         del neighbours
+    os.close(bell)
 
 
-def _close(
-    sockets: list[socket.socket], stop: threading.Event, work: threading.Event, process: int
-) -> None:
-    # A process that was forked from this one (to load data) has the same connections, not the
-    # thread, and perhaps the lock of an event as the thread held it.
+def _close(sockets: list[socket.socket], bell: int, process: int) -> None:
+    # A process that was forked from this one (to load data) has the same connections, and no
+    # thread.
     if os.getpid() == process:
-        stop.set()
-        work.set()
         for one in sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        os.eventfd_write(bell, CLOSED)
     for one in sockets:
         one.close()
+
+
+def _be_read(reference: weakref.ref[Neighbours]) -> None:
+    neighbours = reference()
+    if neighbours is not None:
+        neighbours.be_read()
 
 
 # Meeting --------------------------------------------------------------------------------------
