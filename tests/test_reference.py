@@ -76,12 +76,22 @@ def train_ddp(name: str, backwards: int, no_sync: bool) -> Trained:
     return losses, {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
-def assert_equal(results: list[Trained], expected: reference.Result) -> None:
+def assert_equal(
+    results: list[Trained], expected: reference.Result, *, is_aligned: bool = True
+) -> None:
+    """To the last bit.
+
+    Args:
+        is_aligned: parameters begin where allocators let them begin. Where they do not, some
+            processors add in another order.
+    """
+    allowed = {"rtol": 0.0, "atol": 0.0} if is_aligned else {"rtol": 1e-5, "atol": 1e-6}
     for rank, (losses, parameters) in enumerate(results):
-        assert losses == [step[rank] for step in expected.losses]
+        of_rank = [step[rank] for step in expected.losses]
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(of_rank), **allowed)
         assert list(parameters) == list(expected.parameters)
-        for name, value in parameters.items():
-            assert torch.equal(value, expected.parameters[name]), (rank, name)
+        for value, other in zip(parameters.values(), expected.parameters.values(), strict=True):
+            torch.testing.assert_close(value, other, **allowed)
 
 
 def test_the_specification_fits_on_a_page() -> None:
@@ -104,7 +114,9 @@ def test_naive_zero_equals_one_process(
     pool: Pool, name: str, stage: int, world_size: int, backwards: int
 ) -> None:
     results = pool.run(world_size, train_naive, name, stage, backwards)
-    assert_equal(results, refer(name, world_size, backwards=backwards))
+    expected = refer(name, world_size, backwards=backwards)
+    # The specification lays parameters of odd sizes one behind the other.
+    assert_equal(results, expected, is_aligned=name != "odd")
 
 
 @pytest.mark.sampled(
