@@ -216,7 +216,7 @@ def shard(
             find_machines(world),
             mesh,
             watchdog,
-            _meet_neighbours(world, units[0][0].device, config),
+            None if config.neighbours == "send" else meet_neighbours(world, units[0][0].device),
             tensor=tensor_groups(models, world, comm_meshes.model_groups(mesh, "tensor")),
             pipeline=comm_meshes.model_groups(mesh, "pipeline"),
         )
@@ -452,14 +452,6 @@ def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str
         f"are in one node: here it is {stage.on_one_node.name} ({stage.on_one_node.cuts}). "
         f"{remedy}"
     )
-
-
-def _meet_neighbours(world: Group, device: torch.device, config: Config) -> Neighbours | None:
-    """With whom this rank can do without messages: only where they would go through Gloo."""
-    is_native = comm_groups.has_native_collectives(world, device)
-    if config.neighbours == "send" or device.type != "cpu" or is_native:
-        return None
-    return meet_neighbours(world)
 
 
 def _choose_quantize(config: Config, ranks: Ranks, unit: UnitSpec) -> Config:

@@ -20,6 +20,7 @@ from benchmarks.network import WIRE, CannotMakeNodesError, network
 from onecopy import cli, launcher
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.meshes import world_group
+from onecopy.comm.neighbours import meet_neighbours
 from onecopy.doctor import step, transfers
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.results import SIZES, RankReport
@@ -133,7 +134,7 @@ def measured(fault: str) -> list[bool]:
     try:
         return [
             one.is_exact
-            for one in transfers.measure(world, CPU, lambda what: None, transfers.meet(world, CPU))
+            for one in transfers.measure(world, CPU, lambda what: None, meet_neighbours(world, CPU))
         ]
     finally:
         if original is not None:

@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -127,14 +128,22 @@ class Agreement:
         keys = [f"{key}/{rank}" for rank in range(self._group.size)]
         return [item.decode() for item in self._store.multi_get(keys)]
 
-    def blocked(self) -> Blocked:
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
         """Around a blocking wait for a transfer: turns its failure into the ranks' verdict.
 
         Raises:
             DivergenceError: the wait failed because ranks had diverged.
             CommunicationError: it failed because a rank was killed, or ended with an error.
         """
-        return Blocked(self)
+        self.is_blocked = True
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+        finally:
+            self.is_blocked = False
 
     def explain(self, error: RuntimeError) -> None:
         """A transfer has failed.
@@ -357,25 +366,6 @@ class Agreement:
         """Free a blocked main thread once there is a verdict."""
         if self.is_blocked and self._verdict is not None:
             self._interrupt()
-
-
-class Blocked:
-    """See `Agreement.blocked`."""
-
-    __slots__ = ("_agreement",)
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def __enter__(self) -> None:
-        self._agreement.is_blocked = True
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if isinstance(error, RuntimeError):
-                self._agreement.explain(error)
-        finally:
-            self._agreement.is_blocked = False
 
 
 def _watch(reference: weakref.ref[Agreement], stop: threading.Event) -> None:

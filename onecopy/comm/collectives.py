@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import Agreement
-from onecopy.comm.groups import Explained, Group, Groups, raise_explained
+from onecopy.comm.groups import Group, Groups, explained, raise_explained
 from onecopy.comm.hops import Hops, Names, Reduction, Steps
 from onecopy.comm.quantized import Quantized, Transports
 from onecopy.comm.stall import Place
@@ -260,7 +260,7 @@ class Collectives:
         """Sum (or maximum) of a small tensor over one of the model's groups, in place."""
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         wait = Wait("agree", group.ranks, events=self.events)
-        with Explained(group), self.agreement.blocked(), wait:
+        with explained(group), self.agreement.blocked(), wait:
             dist.all_reduce(values, operation, group=group.process_group)
 
     def share(self, value: float, what: str, device: torch.device) -> list[float]:
@@ -317,7 +317,8 @@ class Collectives:
 
     def _guarded(self, act: Callable[[], R], group: Group) -> R:
         """Begin a hop, or wait for it; where a peer has ended, that fails at once."""
-        # As `Explained` and `Agreement.blocked` do it, for what every transfer comes through.
+        # As `explained` and `Agreement.blocked` do it, for what every transfer comes through: a
+        # generator costs several times as much.
         agreement = self.agreement
         agreement.is_blocked = True
         try:

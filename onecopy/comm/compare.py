@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from onecopy.comm.groups import Explained, Group, Groups
+from onecopy.comm.groups import Group, Groups, explained
 from onecopy.comm.waits import Wait
 from onecopy.errors import MismatchError
 
@@ -53,7 +53,7 @@ def gather_numbers(group: Group, numbers: torch.Tensor) -> list[list[int]]:
     if group.process_group is None:
         return [numbers.tolist()]
     every = numbers.new_empty(group.size * numbers.numel())
-    with Explained(group), Wait("agree", group.ranks):
+    with explained(group), Wait("agree", group.ranks):
         dist.all_gather_single(every, numbers, group=group.process_group)
     found: list[list[int]] = every.view(group.size, -1).tolist()
     return found

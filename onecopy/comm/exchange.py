@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.compare import gather_numbers
-from onecopy.comm.groups import Explained, Group, as_group
+from onecopy.comm.groups import Group, as_group, explained
 from onecopy.comm.meshes import purpose_of
 from onecopy.comm.waits import Wait
 from onecopy.errors import MismatchError, ShardingError
@@ -145,5 +145,5 @@ def _move(
 
 
 def _send(received: Tensor, sent: Tensor, group: Group) -> None:
-    with Explained(group), Wait("exchange", group.ranks):
+    with explained(group), Wait("exchange", group.ranks):
         dist.all_to_all_single(received, sent, group=group.process_group)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.groups import Explained, Group
+from onecopy.comm.groups import Group, explained
 from onecopy.comm.meshes import groups_along
 from onecopy.comm.transport import Finish
 from onecopy.comm.waits import Wait
@@ -103,7 +103,7 @@ def sum_over(part: Tensor, group: Group, events: Events | None = None) -> Tensor
 
 def _finish(work: dist.Work | None, result: Tensor, group: Group) -> Tensor:
     assert work is not None, "this rank is in the group"
-    with Explained(group), Wait("exchange", group.ranks):
+    with explained(group), Wait("exchange", group.ranks):
         work.wait()
     return result
 

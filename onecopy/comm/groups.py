@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 check_torch()
 
 __all__ = [
-    "Explained",
     "Group",
     "Groups",
     "advice_alone",
     "as_group",
     "check_backend",
     "end_host_group",
+    "explained",
     "has_begun",
     "has_native_collectives",
     "host_group",
@@ -126,24 +126,18 @@ class Groups:
         return list({id(one.process_group): one for one in every}.values())
 
 
-class Explained:
+@contextmanager
+def explained(group: Group) -> Iterator[None]:
     """Around a transfer: its failure is an error that names the ranks.
 
     Raises:
         CommunicationError: instead of what the backend raises.
     """
-
-    __slots__ = ("_group",)
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise_explained(self._group, error)
+    try:
+        yield
+    except RuntimeError as error:
+        raise_explained(group, error)
+        raise
 
 
 def raise_explained(group: Group, error: RuntimeError) -> None:

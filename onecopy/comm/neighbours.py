@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 import torch
 
 from onecopy.comm.compare import gather_objects
-from onecopy.comm.groups import Group, timeout_of
+from onecopy.comm.groups import Group, has_native_collectives, timeout_of
 
 __all__ = ["Link", "Neighbours", "Post", "meet_neighbours"]
 
@@ -238,8 +238,9 @@ class Neighbours:
         self._polling = threading.Lock()
         self._failure = ""
         self._num_waiting = 0
-        # The thread sleeps on it. No lock is in it, which a fork or the collector could find held.
-        self._bell = os.eventfd(0)
+        # The thread sleeps on it, from `begin` on. No lock is in it, which a fork or the collector
+        # could find held.
+        self._bell = -1
         self._is_looked_after = False
 
     def add(self, rank: int, process: int, to: socket.socket) -> None:
@@ -251,7 +252,8 @@ class Neighbours:
     def begin(self) -> None:
         """All have been met."""
         sockets = [link.socket for link in self.links.values()]
-        reference, bell = weakref.ref(self), self._bell
+        reference, bell = weakref.ref(self), os.eventfd(0)
+        self._bell = bell
         weakref.finalize(self, _close, sockets, bell, self._process).atexit = False
         atexit.register(_be_read, reference)
         threading.Thread(
@@ -412,12 +414,13 @@ def _be_read(reference: weakref.ref[Neighbours]) -> None:
 # Meeting --------------------------------------------------------------------------------------
 
 
-def meet_neighbours(world: Group) -> Neighbours | None:
+def meet_neighbours(world: Group, device: torch.device) -> Neighbours | None:
     """Find the ranks of this machine that let each other read; a collective of the group.
 
-    None where there are none.
+    None where there are none, and where tensors of `device` do not go through Gloo as messages.
     """
-    if world.process_group is None:
+    is_native = has_native_collectives(world, device)
+    if world.process_group is None or device.type != "cpu" or is_native:
         return None
     listener, card = _introduce()
     cards = gather_objects(world, card)

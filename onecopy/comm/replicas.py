@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.compare import gather_numbers
-from onecopy.comm.groups import Explained, Group, as_group
+from onecopy.comm.groups import Group, as_group, explained
 from onecopy.comm.waits import Wait
 from onecopy.errors import ConfigError
 
@@ -74,7 +74,7 @@ def collect(
     if events is not None:
         num_bytes = part.nbytes * (group.size - 1)
         events.emit("collect", name, num_bytes=num_bytes, group="model")
-    with Wait("collect", group.ranks, unit=name, events=events), Explained(group):
+    with Wait("collect", group.ranks, unit=name, events=events), explained(group):
         # As bytes: Gloo does not know all dtypes.
         parts, own = whole.view(torch.uint8), part.view(torch.uint8)
         dist.all_gather_single(parts, own, group=group.process_group)

@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from onecopy.comm.groups import Group
 from onecopy.comm.meshes import world_group
+from onecopy.comm.neighbours import meet_neighbours
 from onecopy.doctor.environment import launched, variables_of_user
 from onecopy.doctor.meeting import Meeting, first_line
 from onecopy.doctor.network import look_at_network
 from onecopy.doctor.results import Card, RankReport
 from onecopy.doctor.software import look_at_software
 from onecopy.doctor.step import compare_step
-from onecopy.doctor.transfers import copy_speed, measure, meet
+from onecopy.doctor.transfers import copy_speed, measure
 from onecopy.errors import OneCopyError
 from onecopy.launcher import local_place
 
@@ -138,7 +139,7 @@ class RankTest:
         self._found(copy=copy_speed(self._device))
         if world.process_group is None:
             return  # one rank alone sends nothing
-        neighbours = meet(world, self._device)
+        neighbours = meet_neighbours(world, self._device)
         self._found(neighbours=() if neighbours is None else tuple(neighbours.links))
         for transfer in measure(world, self._device, self._at, neighbours):
             self._found(transfers=(*self._report.transfers, transfer))

@@ -15,14 +15,14 @@ import torch
 
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.groups import Group, has_native_collectives
-from onecopy.comm.neighbours import Neighbours, meet_neighbours
+from onecopy.comm.neighbours import Neighbours
 from onecopy.comm.nodes import make_groups
 from onecopy.comm.quantized import transports_of
 from onecopy.comm.transport import Division
 from onecopy.doctor.results import SIZES, Transfer
 from onecopy.events import Events
 
-__all__ = ["VERBS", "copy_speed", "measure", "meet"]
+__all__ = ["VERBS", "copy_speed", "measure"]
 
 REFRESHED_UNITS = 4
 VERB_SECONDS = 0.25  # in which a transfer is repeated
@@ -34,12 +34,6 @@ MODEL_NUMBER = (1 << 14) - 1
 PERIOD = 251  # values repeat after it; a prime, so that no shifted slice looks right
 
 
-def meet(world: Group, device: torch.device) -> Neighbours | None:
-    """The ranks that read each other's memory, as `shard` finds them; a collective."""
-    is_native = has_native_collectives(world, device)
-    return None if device.type != "cpu" or is_native else meet_neighbours(world)
-
-
 def measure(
     world: Group, device: torch.device, say: Callable[[str], None], neighbours: Neighbours | None
 ) -> Iterator[Transfer]:
@@ -47,7 +41,7 @@ def measure(
 
     Args:
         say: told what comes next.
-        neighbours: as `meet` has found them.
+        neighbours: as `meet_neighbours` has found them.
     """
     native = has_native_collectives(world, device)
     groups = make_groups(world, "world")
