@@ -21,6 +21,7 @@ All use `torch.optim.AdamW(fused=True)` and defaults otherwise, but for DDP's
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -121,6 +122,8 @@ class Contender:
 def build(name: str, setting: Setting) -> Contender:
     """A contender, in the default process group."""
     make = _maker(name)
+    # torch.optim and torch's hooks import it when they are first used: start-up is without imports.
+    importlib.import_module("torch._dynamo")
     torch.manual_seed(0)
     model = GPT(SIZES[setting.size], setting.context).to(setting.device)
     if dist.get_world_size() > 1:
@@ -144,7 +147,10 @@ def _maker(name: str) -> Callable[[str, GPT, Setting], Contender]:
         return with_deepspeed.deepspeed_contender
     if name in ("fsdp2", "fsdp2-keep", "hsdp"):
         return _fsdp2
-    return _ddp if name in ("ddp", "zero_redundancy") else _onecopy
+    if name in ("ddp", "zero_redundancy"):
+        return _ddp
+    importlib.import_module("onecopy.api")
+    return _onecopy
 
 
 def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:

@@ -59,11 +59,8 @@ from onecopy.core.step_in_backward import check_step_in_backward
 from onecopy.errors import ShardingError
 from onecopy.events import Events
 from onecopy.memory import buffers
-from onecopy.planner.choose import choose_stage
-from onecopy.planner.room import check_room
 from onecopy.policies import Offload, Quantize
 from onecopy.report.announce import announce
-from onecopy.report.conversion import tell
 from onecopy.report.dtypes import describe
 
 if TYPE_CHECKING:
@@ -221,12 +218,20 @@ def shard(
             pipeline=comm_meshes.model_groups(mesh, "pipeline"),
         )
         check_replicas(models, world, ranks.tensor)
-        tell(config.imported, world_size=world.size, is_first=ranks.are_first)
-        config, choice = choose_stage(config, world, units, optimizer_of, nodes)
-        if choice is None:
-            check_room(config, world, units, optimizer_of, nodes)
-        else:
+        if config.imported is not None:
+            # Here and below: imported where it is needed, as every rank pays for it in memory.
+            from onecopy.report.conversion import tell
+
+            tell(config.imported, world_size=world.size, is_first=ranks.are_first)
+        if config.is_auto:
+            from onecopy.planner.choose import choose_stage
+
+            config, choice = choose_stage(config, world, units, optimizer_of, nodes)
             announce(choice.reason, is_first=ranks.are_first)
+        elif config.offload is not None:
+            from onecopy.planner.room import check_room
+
+            check_room(config, world, units, optimizer_of, nodes)
         announce(_one_node_too_few(config, nodes), is_first=ranks.are_first)
         config = _choose_quantize(config, ranks, units[0][0])
         for one, specs in zip(models, units, strict=True):

@@ -62,7 +62,6 @@ def considered(
 
     specs = find_units(model, config, optimizer_of)
     _, choice = choose_stage(config, world_group(ImaginedWorld(ranks)), [specs], optimizer_of)
-    assert choice is not None
     return choice
 
 
@@ -84,7 +83,6 @@ def test_nodes_are_considered_where_there_are_several() -> None:
         nodes = [[next(ranks) for _ in range(size)] for size in sizes]
         world = world_group(ImaginedWorld(sum(sizes)))
         _, choice = choose_stage(config, world, [specs], lambda _: None, nodes)
-        assert choice is not None
         return choice
 
     plenty = of_nodes(PLENTY, 4, 4)

@@ -94,8 +94,8 @@ def choose_stage(
     models: Sequence[Sequence[UnitSpec]],
     optimizer_of: OptimizerOf,
     nodes: Sequence[Sequence[int]] = (),
-) -> tuple[Config, Choice | None]:
-    """`config` with a number for a stage, the same on all ranks, and how it was found.
+) -> tuple[Config, Choice]:
+    """`config`, which says "auto", with a stage, the same on all ranks, and how it was found.
 
     All ranks call it together, with equal settings. The smallest of their devices decides.
 
@@ -108,8 +108,6 @@ def choose_stage(
         ConfigError: no stage fits, or the model lies on the CPU and `config.memory` does not say
             how much of it a rank may have.
     """
-    if not config.is_auto:
-        return config, None
     capacity = config.capacity or available_bytes(models[0][0].device)
     if capacity is None:
         raise ConfigError(

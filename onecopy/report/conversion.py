@@ -49,14 +49,12 @@ def to_json(found: Conversion) -> dict[str, Any]:
     }
 
 
-def tell(found: Conversion | None, *, world_size: int, is_first: bool) -> None:
+def tell(found: Conversion, *, world_size: int, is_first: bool) -> None:
     """Check the batch sizes, and show the answers once, on the first rank.
 
     Raises:
         ConfigError: batch sizes are right for other ranks than there are.
     """
-    if found is None:
-        return
     found.check_world(world_size)
     if found.is_told:
         return
