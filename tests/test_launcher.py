@@ -86,16 +86,16 @@ def test_ranks_meet_and_return_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert launch(sum_of_ranks, 2, 5) == [(0, 11.0, 1), (1, 11.0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("how", "words", "shows_traceback"),
-    [
-        ("raise", "rank 1 of 2 failed: ValueError: rank 1 had enough", True),
-        ("advise", "rank 1 of 2 failed: OneCopyError: do it otherwise", False),
-        ("kill", "rank 1 of 2 failed: the process was ended by SIGKILL", False),
-        ("exit", "rank 1 of 2 failed: the process ended with exit code 3 before its", False),
-        ("lambda", "rank 1 of 2 failed: .* cannot be sent back", False),
-    ],
-)
+ENDS = [
+    ("raise", "rank 1 of 2 failed: ValueError: rank 1 had enough", True),
+    ("advise", "rank 1 of 2 failed: OneCopyError: do it otherwise", False),
+    ("kill", "rank 1 of 2 failed: the process was ended by SIGKILL", False),
+    ("exit", "rank 1 of 2 failed: the process ended with exit code 3 before its", False),
+    ("lambda", "rank 1 of 2 failed: .* cannot be sent back", False),
+]
+
+
+@pytest.mark.sampled("how, words, shows_traceback", ENDS, 3, always=[ENDS[0]])
 def test_the_rank_that_failed_first_is_named(how: str, words: str, shows_traceback: bool) -> None:
     with pytest.raises(LaunchError, match=words) as caught:
         launch(fail, 2, how)
@@ -147,7 +147,7 @@ def test_what_signals_mean() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.sampled("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], 1)
 def test_no_process_outlives_its_launcher(how: signal.Signals) -> None:
     # Shells start what they put into the background deaf to SIGINT, tests among it.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
