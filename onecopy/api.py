@@ -218,20 +218,7 @@ def shard(
             pipeline=comm_meshes.model_groups(mesh, "pipeline"),
         )
         check_replicas(models, world, ranks.tensor)
-        if config.imported is not None:
-            # Here and below: imported where it is needed, as every rank pays for it in memory.
-            from onecopy.report.conversion import tell
-
-            tell(config.imported, world_size=world.size, is_first=ranks.are_first)
-        if config.is_auto:
-            from onecopy.planner.choose import choose_stage
-
-            config, choice = choose_stage(config, world, units, optimizer_of, nodes)
-            announce(choice.reason, is_first=ranks.are_first)
-        elif config.offload is not None:
-            from onecopy.planner.room import check_room
-
-            check_room(config, world, units, optimizer_of, nodes)
+        config = _choose_stage(config, ranks, units, optimizer_of)
         announce(_one_node_too_few(config, nodes), is_first=ranks.are_first)
         config = _choose_quantize(config, ranks, units[0][0])
         for one, specs in zip(models, units, strict=True):
@@ -457,6 +444,30 @@ def _one_node_too_few(config: Config, nodes: tuple[tuple[int, ...], ...]) -> str
         f"are in one node: here it is {stage.on_one_node.name} ({stage.on_one_node.cuts}). "
         f"{remedy}"
     )
+
+
+def _choose_stage(
+    config: Config, ranks: Ranks, units: list[list[UnitSpec]], optimizer_of: OptimizerOf
+) -> Config:
+    """`config` with a number in the place of stage="auto", the same on all ranks.
+
+    What few need is imported here: every rank would hold it for the whole run.
+    """
+    world, nodes = ranks.world, ranks.nodes
+    if config.imported is not None:
+        from onecopy.report.conversion import tell
+
+        tell(config.imported, world_size=world.size, is_first=ranks.are_first)
+    if config.is_auto:
+        from onecopy.planner.choose import choose_stage
+
+        config, choice = choose_stage(config, world, units, optimizer_of, nodes)
+        announce(choice.reason, is_first=ranks.are_first)
+    elif config.offload is not None:
+        from onecopy.planner.room import check_room
+
+        check_room(config, world, units, optimizer_of, nodes)
+    return config
 
 
 def _choose_quantize(config: Config, ranks: Ranks, unit: UnitSpec) -> Config:

@@ -11,10 +11,9 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onecopy.checks import check_choice, check_number, check_switch, named_settings, names_of
-from onecopy.deepspeed_config import Conversion, convert
 from onecopy.errors import ConfigError
 from onecopy.options import bytes_of, unknown_setting
 from onecopy.policies import (
@@ -26,6 +25,9 @@ from onecopy.policies import (
     changed,
     settings_of,
 )
+
+if TYPE_CHECKING:
+    from onecopy.deepspeed_config import Conversion
 
 __all__ = ["Config"]
 
@@ -250,6 +252,9 @@ class Config:
             ConfigError: it cannot be read, a key is unknown or of a wrong kind, or something is
                 refused: all of that at once, each with what to do.
         """
+        # Few need it, and every rank would hold it.
+        from onecopy.deepspeed_config import convert
+
         found = convert(source)
         found.raise_if_refused()
         made = cls.make(None, found.settings, found.source)
