@@ -195,7 +195,7 @@ class Collectives:
             unit: number of the unit, the same on all ranks.
             node_sum: (part_numel,) sums over this node of earlier backwards, which count too.
             is_boundary: False leaves it at the sum over this node, which is then the result.
-            in_place: the result may lie in this rank's part of the buffer, which is not free then.
+            in_place: the result may lie in this rank's part of the buffer.
         """
         hop, in_place = self._shard_hop(division, unit), in_place and is_boundary
         into = Reduction(hop, buffer.dtype, master_dtype, in_place)

@@ -221,8 +221,7 @@ class Hops:
 
     def reduce_across(self, node_sum: torch.Tensor, into: Reduction, names: Names) -> Started:
         """Far, what was summed near before."""
-        # Another backward may still add to it, where this one fails.
-        steps = self._reduce_far(node_sum, into, None, names, may_overwrite=False)
+        steps = self._reduce_far(node_sum, into, None, names)
         sent = self._sent_far(into, None)
         return steps, *self._counted(sent, into.hop, ("across", *into[1:]))
 
@@ -255,14 +254,13 @@ class Hops:
         node_sum: torch.Tensor | None,
     ) -> Steps:
         part = yield from self._reduce_near(buffer, near, into, names)
-        may_overwrite = into.in_place or part is not buffer
         if node_sum is not None:
             low, high = near.window or (0, node_sum.numel())
-            part, may_overwrite = node_sum[low:high].add_(part), False
+            part = node_sum[low:high].add_(part)
         if self._goes_far:
-            return (yield from self._reduce_far(part, into, near.window, names, may_overwrite))
-        # The local buffer is what this is in a world of one rank.
-        return part.to(into.dtype, copy=not may_overwrite)
+            return (yield from self._reduce_far(part, into, near.window, names))
+        # Never in the storage of the local buffer, which this is in a world of one rank.
+        return part.to(into.dtype, copy=part is buffer)
 
     def _reduce_near(self, buffer: torch.Tensor, near: Hop, into: Reduction, names: Names) -> Steps:
         nodes = self._groups.nodes if self._spread is None else self._spread.inner
@@ -329,12 +327,7 @@ class Hops:
         return self._blocking(wait, hop.group, names)
 
     def _reduce_far(
-        self,
-        part: torch.Tensor,
-        into: Reduction,
-        window: tuple[int, int] | None,
-        names: Names,
-        may_overwrite: bool,
+        self, part: torch.Tensor, into: Reduction, window: tuple[int, int] | None, names: Names
     ) -> Steps:
         """From sums over this node, or this replica, to the mean of all ranks at its owner."""
         transport = self._transports.across
@@ -344,12 +337,9 @@ class Hops:
             return (yield from self._sum_columns(wire, hops, mean, names, transport))
         # All-reduce as reduce, then gather of the means: the order of summation is defined,
         # and every replica holds the same bits, those that travelled.
-        # A replica has read what it sums before it sends the mean of that, which takes its place.
         far = self._replica_hop(into.hop)
-        may_overwrite = may_overwrite or wire is not part
-        mean = mean._replace(in_place=may_overwrite)
         own = yield from self._sum(wire, far, mean, names, transport)
-        whole = wire if may_overwrite else torch.empty_like(wire)
+        whole = torch.empty_like(wire)
         own = own.to(wire.dtype)
         yield from self._gather_once(whole, own, far._replace(tag=far.tag - 1), names, transport)
         return whole.to(into.dtype)

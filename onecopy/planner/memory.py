@@ -278,9 +278,9 @@ def _buffers(units: list[SizedUnit], cut: Stage, devices: int, backwards: int) -
         _neighbours(coming, on_the_way),
         sum(one.unit.count * one.incoming for one in units if one.lasts),
     )
-    if comes_back and not any(one.mean_in_buffer for one in units):
-        # The sums come back into a buffer of their own, unless they stay in that of the gradients.
-        # Of two units; one is counted as the mean that it becomes.
+    if comes_back:
+        # The sums come back into a buffer of their own. Of two units; one is counted as the mean
+        # that it becomes.
         incoming += both(_neighbours(inner, 1), around)
     keeps_none = any(
         one.unit.trainable and (one.offload or not one.widths.gradient) for one in units
