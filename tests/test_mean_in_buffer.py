@@ -1,6 +1,6 @@
-"""Stages 0 and 1: the owned mean lies in the buffer of local gradients, until others come there.
+"""Stage 1: the owned mean lies in the buffer of local gradients, until others come there.
 
-Stage 2 gives that buffer back, and its means have memory of their own: whatever a loop does, all
+Stage 2 gives that buffer back, and its means have memory of their own: whatever a loop does, both
 must compute the same, to the last bit.
 """
 
@@ -122,25 +122,17 @@ BF16 = onecopy.Precision(compute="bf16", gradient="bf16")
 SETTINGS: list[dict[str, Any]] = [{}, {"whole_parameters": True}, {"precision": BF16}]
 
 
-# At stage 0 means travel once more, in the dtype of the wire: in bf16 they are rounded again.
-CASES = [
-    (stage, loop, world, settings)
-    for stage, loop, world, settings in itertools.product((0, 1), LOOPS, (1, 2, 3), SETTINGS)
-    if stage or settings != {"precision": BF16}
-]
-
-
 @pytest.mark.sampled(
-    "stage, loop, world, settings",
-    CASES,
-    12,
-    always=[(stage, loop, 2, {}) for stage in (0, 1) for loop in LOOPS],
+    "loop, world, settings",
+    list(itertools.product(LOOPS, (1, 2, 3), SETTINGS)),
+    6,
+    always=[(loop, 2, {}) for loop in LOOPS],
 )
 def test_a_loop_computes_what_it_does_at_stage_2(
-    pool: Pool, stage: int, loop: Loop, world: int, settings: dict[str, Any]
+    pool: Pool, loop: Loop, world: int, settings: dict[str, Any]
 ) -> None:
     for one, other in zip(
-        pool.run(world, looped, stage, loop, settings),
+        pool.run(world, looped, 1, loop, settings),
         pool.run(world, looped, 2, loop, settings),
         strict=True,
     ):
@@ -180,18 +172,17 @@ def kept_by_an_optimizer(stage: int, adds_up: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("adds_up", [False, True])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_that_an_optimizer_keeps(pool: Pool, stage: int, adds_up: bool) -> None:
-    one, other = (pool.run(2, kept_by_an_optimizer, which, adds_up)[0] for which in (stage, 2))
+def test_gradients_that_an_optimizer_keeps(pool: Pool, adds_up: bool) -> None:
+    one, other = (pool.run(2, kept_by_an_optimizer, stage, adds_up)[0] for stage in (1, 2))
     for name, value in other.items():
         assert torch.equal(one[name], value), name
 
 
-def where_means_lie(stage: int, neighbours: str) -> list[list[bool]]:
+def where_means_lie(neighbours: str) -> list[list[bool]]:
     """After each of some backwards, for each unit: the mean lies in the buffer."""
     model = models.build("gpt")
     optimizer = OPTIMIZERS["adamw"](model)
-    onecopy.shard(model, optimizer, stage=stage, neighbours=neighbours)
+    onecopy.shard(model, optimizer, stage=1, neighbours=neighbours)
     found = []
     for step in range(6):
         _backward(model, step)
@@ -211,21 +202,20 @@ def where_means_lie(stage: int, neighbours: str) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("neighbours", ["read", "send"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_mean_of_one_backward_lies_in_the_buffer(pool: Pool, stage: int, neighbours: str) -> None:
-    for found in pool.run(2, where_means_lie, stage, neighbours):
+def test_a_mean_of_one_backward_lies_in_the_buffer(pool: Pool, neighbours: str) -> None:
+    for found in pool.run(2, where_means_lie, neighbours):
         assert len(found[0]) > 1
         for step, are_there in enumerate(found):
             assert are_there == [step != 2] * len(found[0]), step
 
 
-def risen_in_backward(stage: int, depth: int) -> tuple[int, int, int]:
-    """How far a backward rises above what is there before it, at its end and at most,
+def risen_in_backward(depth: int) -> tuple[int, int, int]:
+    """How far a backward at stage 1 rises above what is there before it, at its end and at most,
     and a unit's bytes."""
     with LiveTensors() as live:
         model = Deep(depth, 256)
         optimizer = OPTIMIZERS["adamw"](model)
-        onecopy.shard(model, optimizer, stage=stage)
+        onecopy.shard(model, optimizer, stage=1)
         for _ in range(3):
             loss = model(torch.ones(1, 256)).sum()
             before = live.num_bytes()
@@ -242,10 +232,9 @@ def risen_in_backward(stage: int, depth: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_backward_adds_no_means(pool: Pool, stage: int, world: int) -> None:
-    """They take no memory, what comes in of others that of two units, however many there are."""
-    for rise, most, unit_bytes in pool.run(world, risen_in_backward, stage, 12):
+def test_a_backward_at_stage_1_adds_no_slices(pool: Pool, world: int) -> None:
+    """Means take no memory, what comes in of others that of two units, however many there are."""
+    for rise, most, unit_bytes in pool.run(world, risen_in_backward, 12):
         activations = 4 * 4 * 256 * 13
         assert rise <= activations
         assert most <= 3 * unit_bytes + activations, most / unit_bytes

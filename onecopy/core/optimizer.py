@@ -29,7 +29,6 @@ from onecopy.core.step_in_backward import clip_factor, norms_by_limit, run_twice
 from onecopy.core.unit_step import UnitSteps
 from onecopy.core.update_rules import check_optimizer, needs_whole_parameters
 from onecopy.errors import ShardingError
-from onecopy.memory import buffers
 from onecopy.policies import Offload
 
 if TYPE_CHECKING:
@@ -416,9 +415,6 @@ class Binding:
         if not self.is_skipped:
             self.num_steps += 1
             self._make_visible()
-            if self.num_steps <= 2:
-                # Sharding, and the first steps, leave holes that later ones do not fill.
-                buffers.trim()
         seconds, name = time.perf_counter() - self._began, type(self.optimizer).__name__
         owners = set(self.units.values())
         for engine, _backward in self.engines:

@@ -31,7 +31,6 @@ __all__ = [
     "num_owners",
     "num_references",
     "reuse_freed_blocks",
-    "trim",
     "want_huge_pages",
 ]
 
@@ -75,13 +74,6 @@ def return_freed_blocks() -> None:
         library.mallopt(M_TRIM_THRESHOLD, 2 * RETURNED_BYTES)
         library.malloc_trim(0)
         _fresh_from[0] = 2 * HUGE_PAGE_BYTES
-
-
-def trim() -> None:
-    """Give the system what lies free in the heap now (glibc; whole process)."""
-    library = _libc()
-    if library is not None:
-        library.malloc_trim(0)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
