@@ -378,6 +378,31 @@ def one_ends_early() -> float:
     return 0.0
 
 
+def one_deletes_early(stage: int, late: float) -> list[torch.Tensor]:
+    """Rank 1 deletes its model at once after the last step, which rank 0 has still before it."""
+    model = models.build("gpt")
+    optimizer = OPTIMIZERS["adamw"](model)
+    onecopy.shard(model, optimizer, stage=stage)
+    models.loss(model, models.batch("gpt", 0, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        time.sleep(late)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        return [parameter.detach().clone() for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    return []
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_model_may_be_deleted_while_others_still_want_its_values(pool: Pool, stage: int) -> None:
+    """The collector closes connections before it lets transfers be waited for, unless held."""
+    expected = pool.run(2, one_deletes_early, stage, 0.0)[0]
+    found = pool.run(2, one_deletes_early, stage, 2.5)[0]
+    assert expected
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.usefixtures("rank_environment")
 def test_a_rank_may_end_while_others_still_want_its_values() -> None:
     first, second = onecopy.launch(one_ends_early, 2)

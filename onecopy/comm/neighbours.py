@@ -60,6 +60,9 @@ IDLE_SECONDS = 2e-3
 CLOSED = 1 << 32
 # How long the end of a program waits for neighbours that are due something.
 LAST_WORDS_SECONDS = 10.0
+# Those with something posted. They outlive their model: the garbage collector, were it to find both
+# at once, would close the connections first, and only then let transfers be waited for.
+_busy: set[Neighbours] = set()
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -264,6 +267,7 @@ class Neighbours:
         """Let a neighbour read a contiguous tensor; until the post is done it must not change."""
         post = Post(self, link, tensor)
         self._alone(link.give, post, tag)
+        _busy.add(self)
         self._ring()
         return post
 
@@ -271,6 +275,7 @@ class Neighbours:
         """Read what a neighbour gives, or will give, into a contiguous tensor."""
         post = Post(self, link, tensor)
         self._alone(link.take, post, tag)
+        _busy.add(self)
         self._ring()
         return post
 
@@ -355,11 +360,13 @@ class Neighbours:
 
     def _fail(self, why: BaseException | str) -> None:
         self._failure = self._failure or str(why) or type(why).__name__
+        _busy.discard(self)
         for link in self.links.values():
             link.hang_up()
 
     def _look(self) -> bool:
         if self._failure:
+            _busy.discard(self)
             return False
         links = self.links.values()
         for link in links:
@@ -367,7 +374,10 @@ class Neighbours:
                 link.look()
                 if link.is_closed:
                     self._poll.unregister(link.socket)
-        return any((one.num_posted or one.outgoing) and not one.is_closed for one in links)
+        is_posted = any((one.num_posted or one.outgoing) and not one.is_closed for one in links)
+        if not is_posted:
+            _busy.discard(self)
+        return is_posted
 
     def _sleep(self) -> None:
         """Until a neighbour tells something; not for long."""

@@ -43,8 +43,9 @@ Finish = Callable[[], torch.Tensor]
 
 # Elements that are summed and scaled at a time: two fp32 blocks fit the cache of a core.
 BLOCK_NUMEL = 1 << 16
-# How long a transfer that nobody waits for any more may take to end.
-LETTING_GO = datetime.timedelta(seconds=2)
+# How long a transfer that nobody waits for any more may take to end: a peer that has its last step
+# still before it, on a busy machine, is to find what it needs for that.
+LETTING_GO = datetime.timedelta(seconds=10)
 # Of a range of elements.
 _first, _end = itemgetter(0), itemgetter(1)
 
